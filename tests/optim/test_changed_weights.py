@@ -1,17 +1,27 @@
-"""Which changes of weights masters follow, in which step, and that a step without changes compares nothing."""
+"""Masters follow weights that are changed in place, however they are stored: which changes, and in which step.
 
+A step without changes compares nothing.
+"""
+
+import contextlib
+import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from beside_plain import seeded
 from pool import on_ranks
+from reference import assert_trained, local
+from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
 from paramp.base import sizes
-from paramp.base.dtensor import local
+from paramp.compat.apex import amp
 from paramp.optim import master_storage
 from paramp.optim.changes.in_place import ChangedWeights
+from paramp.optim.master_storage import MASTER_STORAGE
 from paramp.optim.matrices.step import MatrixStep
 from paramp.optim.param_buffer import ALIGNMENT
 
@@ -21,10 +31,8 @@ WIDTH = 200
 """Of a layer whose weight has three runs, of which a step looks at one row each."""
 UNSEEN = WIDTH * WIDTH // 2
 """An element of that weight in a row that no sample of the first steps has."""
-OPTIMIZERS = {
-    "fused": lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-    "own step": lambda parameters: torch.optim.SGD(parameters, lr=RATE, foreach=True),
-}
+sgd = functools.partial(torch.optim.SGD, lr=RATE)
+OPTIMIZERS = {"fused": sgd, "own step": functools.partial(sgd, foreach=True)}
 
 
 def loss(output, target):
@@ -32,37 +40,51 @@ def loss(output, target):
     return output.sum() + 0 * target.sum()
 
 
-def engine_of(make=OPTIMIZERS["fused"], width=WIDTH):
-    torch.manual_seed(3)
-    model = nn.Linear(width, width, bias=False)
-    return paramp.initialize(model, make(model.parameters()), loss)[0]
+def linear(make="fused", width=WIDTH):
+    return engine_of(seeded(nn.Linear, width, width, False), loss, OPTIMIZERS[make])
 
 
 def step(engine, value=1.0):
-    width = next(iter(engine.parameters())).shape[1]
-    engine.forward_backward(torch.full((1, width), value), torch.ones(1, width))
-    result = engine.step()
-    engine.zero_grad()
-    return result
+    return train_step(engine, torch.full((1, next(iter(engine.parameters())).shape[1]), value))
 
 
-def assert_followed(engine, weight, element, value):
+def flat(engine):
+    """The weight, past the counter of its changes."""
+    return engine.module.weight.data.view(-1)
+
+
+def assert_followed(engine, element, value):
     """The master of ``element``, which was set to ``value``, is one step from there."""
-    assert weight.detach().view(-1)[element].item() == pytest.approx(value - RATE, abs=2.0**-11)
+    assert flat(engine)[element].item() == pytest.approx(value - RATE, abs=2.0**-11)
     assert engine.full_state_dict()["weight"].view(-1)[element].item() == value - RATE
 
 
-@pytest.fixture
-def comparisons(monkeypatch):
+@contextlib.contextmanager
+def compared():
     """The number of elements in each comparison of weights with masters."""
     found, follow = [], master_storage.follow
 
-    def counted(weight, master, scratch=None):
+    def counted(weight, *others):
         found.append(weight.numel())
-        follow(weight, master, scratch)
+        follow(weight, *others)
 
-    monkeypatch.setattr(master_storage, "follow", counted)
-    return found
+    with mock.patch.object(master_storage, "follow", counted):
+        yield found
+
+
+@contextlib.contextmanager
+def warned():
+    """The first words of what is warned of."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(one.message).partition(" was changed")[0] for one in caught]
+
+
+def in_inference_mode(weight):
+    with torch.inference_mode():
+        weight.view(-1)[UNSEEN] = 0.375
 
 
 COUNTED = {
@@ -72,101 +94,85 @@ COUNTED = {
     "foreach": lambda weight: torch._foreach_copy_([weight], [torch.full_like(weight, 0.375)]),
     "init": lambda weight: nn.init.constant_(weight, 0.375),
     "numbers": lambda weight: weight.__setitem__((WIDTH // 2, 0), 0.375),
+    "inference mode": in_inference_mode,
 }
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("edit", COUNTED)
-def test_a_change_that_torch_counts_is_followed_in_the_next_step_and_compared_once(edit, make, comparisons):
-    with paramp.launch_from_torch(HALF):
-        engine = engine_of(OPTIMIZERS[make])
-        weight = engine.module.weight
+def test_a_change_that_torch_counts_is_followed_in_the_next_step_and_compared_once(edit, make):
+    with paramp.launch_from_torch(HALF), compared() as comparisons:
+        engine = linear(make)
         step(engine)
         with torch.no_grad():
-            COUNTED[edit](weight)
+            COUNTED[edit](engine.module.weight)
         comparisons.clear()
         assert step(engine).stepped
-        assert sum(comparisons) >= weight.numel()
+        assert sum(comparisons) >= WIDTH**2
         comparisons.clear()
         step(engine)
         assert comparisons == []
         assert engine.full_state_dict()["weight"].view(-1)[UNSEEN].item() == 0.375 - 2 * RATE
 
 
-def test_a_change_in_inference_mode_is_followed():
-    with paramp.launch_from_torch(HALF):
-        engine = engine_of()
-        with torch.inference_mode():
-            engine.module.weight.view(-1)[UNSEEN] = 0.375
-        step(engine)
-        assert_followed(engine, engine.module.weight, UNSEEN, 0.375)
-
-
+@pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_change_before_a_skipped_step_is_followed(make):
+def test_an_announced_change_of_one_element_is_followed_without_a_warning(make, announced):
+    """And one that torch counts, before a step that is skipped."""
     with paramp.launch_from_torch(HALF):
-        engine = engine_of(OPTIMIZERS[make])
-        with torch.no_grad():
-            engine.module.weight.view(-1)[UNSEEN] = 0.375
-        assert step(engine, float("inf")).overflow
+        engine = linear(make)
+        if announced:
+            step(engine)
+            flat(engine)[UNSEEN] = 0.375
+            engine.weights_changed()
+        else:
+            COUNTED["inference mode"](engine.module.weight)
+            assert step(engine, float("inf")).overflow
         assert step(engine).stepped
-        assert_followed(engine, engine.module.weight, UNSEEN, 0.375)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_an_announced_change_of_one_element_is_followed_without_a_warning(make):
-    with paramp.launch_from_torch(HALF):
-        engine = engine_of(OPTIMIZERS[make])
-        step(engine)
-        engine.module.weight.data.view(-1)[UNSEEN] = 0.375
-        engine.weights_changed()
-        step(engine)
-        assert_followed(engine, engine.module.weight, UNSEEN, 0.375)
+        assert_followed(engine, UNSEEN, 0.375)
 
 
 @pytest.mark.real_sizes
 def test_a_change_that_is_neither_counted_nor_announced_nor_sampled_is_overwritten():
     """What docs/masters.md warns of: the master is rounded to the weight again."""
     with paramp.launch_from_torch(HALF):
-        engine = engine_of()
+        engine = linear()
         before = engine.full_state_dict()["weight"].view(-1)[UNSEEN].item()
-        engine.module.weight.data.view(-1)[UNSEEN] = 0.375
+        flat(engine)[UNSEEN] = 0.375
         step(engine)
         assert engine.full_state_dict()["weight"].view(-1)[UNSEEN].item() == before - RATE
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_the_sample_finds_an_edit_of_a_whole_weight_in_its_step_and_warns_once(make, comparisons):
+def test_the_sample_finds_an_edit_of_a_whole_weight_in_its_step_and_warns_once(make):
     with paramp.launch_from_torch(HALF):
-        engine = engine_of(OPTIMIZERS[make])
-        weight = engine.module.weight
+        engine = linear(make)
         step(engine)
-        weight.data.fill_(0.375)
+        flat(engine).fill_(0.375)
         with pytest.warns(UserWarning, match=r"'weight' was changed in place .* call engine.weights_changed\(\)"):
             step(engine)
-        assert_followed(engine, weight, UNSEEN, 0.375)
-        weight.data.view(-1)[UNSEEN] = -0.25  # from then on every step compares everything, without a warning
+        assert_followed(engine, UNSEEN, 0.375)
+        flat(engine)[UNSEEN] = -0.25  # from then on every step compares everything, without a warning
         step(engine)
-        assert_followed(engine, weight, UNSEEN, -0.25)
-        comparisons.clear()
-        step(engine)
-        assert sum(comparisons) >= weight.numel()
+        assert_followed(engine, UNSEEN, -0.25)
+        with compared() as comparisons:
+            step(engine)
+        assert sum(comparisons) >= WIDTH**2
 
 
 @pytest.mark.parametrize("element", [0, 64 * 15 + 63])
 def test_the_sample_goes_round_a_parameter(element):
     """One of 16 rows is seen in 16 steps, whichever it is."""
     with paramp.launch_from_torch(HALF):
-        engine = engine_of(width=32)
+        engine = linear(width=32)
         for _ in range(3):
             step(engine)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as found:
             for _ in range(16):
-                engine.module.weight.data.view(-1)[element] = 0.375
+                flat(engine)[element] = 0.375
                 step(engine)
-        assert [str(one.message).partition(" was")[0] for one in caught] == ["'weight'"]
-        assert_followed(engine, engine.module.weight, element, 0.375)
+        assert found == ["'weight'"]
+        assert_followed(engine, element, 0.375)
 
 
 @pytest.mark.real_sizes
@@ -174,8 +180,7 @@ def test_every_row_of_every_parameter_is_in_the_samples_of_a_turn():
     assert (ALIGNMENT, sizes.SAMPLED_RUN) == (64, 256)
     with paramp.launch_from_torch(HALF):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200), nn.Linear(200, 1))
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=RATE), loss)
+        engine = engine_of(nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200), nn.Linear(200, 1)), loss, sgd)
         ((sample, buffer),) = ((one, one.buffer) for one in engine._weights.changes._samples)
         for param in buffer.params:
             for element in {0, param.size // 2, param.size - 1, *range(0, param.size, 64 * 97)}:
@@ -190,7 +195,7 @@ def test_every_row_of_every_parameter_is_in_the_samples_of_a_turn():
 def test_not_a_number_is_no_change():
     """Its bits differ between conversions."""
     with paramp.launch_from_torch(HALF):
-        engine = engine_of(width=8)
+        engine = linear(width=8)
         (buffer,) = engine._weights.buffers
         buffer.masters.stepped[:64].view(torch.int32).fill_(0x7F812345)
         buffer.weights[:64].view(torch.int16).fill_(0x7E01)
@@ -200,30 +205,24 @@ def test_not_a_number_is_no_change():
         assert sample.changed_rows(0).all()
 
 
-class Event:
-    def __init__(self):
-        self.calls = []
-
-    def record(self):
-        self.calls.append("record")
-
-    def synchronize(self):
-        self.calls.append("synchronize")
-
-
 def test_on_a_gpu_a_finding_counts_from_the_next_step_on():
     """The host waits for the copy of the last step's number only."""
     with paramp.launch_from_torch(HALF):
-        engine = engine_of()
+        engine = linear()
         changes = ChangedWeights(engine._weights.buffers, torch.device("cpu"))
-        changes._copied = event = Event()
-        engine.module.weight.data.fill_(0.375)
+        changes._copied = event = mock.Mock()
+        changes.agree(changes.look()[0])  # which has found nothing
+        for _ in range(2):
+            changes.look()
+        assert event.mock_calls == [mock.call.record(), mock.call.synchronize()]
+        event.reset_mock()
+        flat(engine).fill_(0.375)
         changes.agree(changes.look()[0])
-        assert (changes.due, event.calls) == (False, ["record"])
+        assert (changes.due, event.mock_calls) == (False, [mock.call.record()])
         changes.end_step()
         with pytest.warns(UserWarning, match="'weight' was changed in place"):
             changes.look()
-        assert (changes.due, event.calls) == (True, ["record", "synchronize"])
+        assert (changes.due, event.mock_calls) == (True, [mock.call.record(), mock.call.synchronize()])
         changes.end_step()
         assert changes.due
 
@@ -232,7 +231,7 @@ def test_on_a_gpu_a_finding_counts_from_the_next_step_on():
 def test_a_remainder_is_not_joined_with_the_weight_of_another(value):
     """A zero with a negative remainder would be NaN in bfloat16; each step compares, so it needs no announcement."""
     with paramp.launch_from_torch({"precision": "bf16-naive", "masters": "remainder"}):
-        engine = engine_of()
+        engine = linear()
         step(engine)
         engine.module.weight.data[1:] = value
         step(engine)
@@ -244,9 +243,8 @@ LAYOUTS = {
     "tensor": {"parallel": {"tensor": 2}},
     "data": {"parallel": {"data": 2}, "ema": {"decay": 0.5}},
     "zero": {"parallel": {"data": 2, "zero": 1}},
+    "whole matrices": {"parallel": {"tensor": 2}},
 }
-
-
 EDITS = {
     "of a parameter, which a DTensor counts itself": lambda model: model[0].weight.mul_(0.5),
     "of the memory of a DTensor": lambda model: local(model[0].weight).mul_(0.5),
@@ -256,43 +254,39 @@ EDITS = {
 
 def engine_on(layout):
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
-    plan = {"0": "colwise_gather"} if layout == "tensor" else None
-    return paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=RATE), loss, plan=plan)[0]
+    linear, norm = model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
+    plan = {"0": "colwise_gather"} if "tensor" in LAYOUTS[layout]["parallel"] else None
+    muon = torch.optim.Muon(linear.parameters(), lr=RATE)
+    optimizers = [muon, sgd(norm.parameters())] if layout == "whole matrices" else sgd(model.parameters())
+    return engine_of(model, loss, optimizers, plan=plan)
 
 
 def step_on(engine):
-    engine.forward_backward(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-    assert engine.step().stepped
-    engine.zero_grad()
+    assert train_step(engine, torch.ones(2, WIDTH)).stepped
 
 
 @on_ranks(2)
 def test_layouts_compare_only_after_changes_and_follow_them(world):
-    found, follow = [], master_storage.follow
-    master_storage.follow = lambda weight, *others: (found.append(weight.numel()), follow(weight, *others))
-    try:
-        for layout, others in LAYOUTS.items():
-            with paramp.launch_from_torch(HALF | others):
-                engine = engine_on(layout)
-                for _ in range(2):
-                    step_on(engine)
-                found.clear()
-                for _ in range(2):
-                    step_on(engine)
-                assert found == [], layout
-                for edit in EDITS.values():
-                    with torch.no_grad():
-                        edit(engine.module)
-                    before = {name: one.detach().clone() for name, one in engine.named_parameters()}
-                    step_on(engine)
-                    assert found, layout
-                    for name, one in engine.named_parameters():
-                        moved = local(one.detach() - before[name])
-                        assert moved.abs().max() < 0.01, (layout, name)
-                    found.clear()
-    finally:
-        master_storage.follow = follow
+    for layout, others in LAYOUTS.items():
+        with paramp.launch_from_torch(HALF | others), compared() as comparisons:
+            engine = engine_on(layout)
+            assert isinstance(engine._optimizer_step.updates[0], MatrixStep) == (layout == "whole matrices")
+            for _ in range(2):
+                step_on(engine)
+            comparisons.clear()
+            for _ in range(2):
+                step_on(engine)
+            assert comparisons == [], layout
+            for edit in EDITS.values():
+                with torch.no_grad():
+                    edit(engine.module)
+                before = {name: one.detach().clone() for name, one in engine.named_parameters()}
+                step_on(engine)
+                assert comparisons, layout
+                assert not engine._weights.changes.due
+                for name, one in engine.named_parameters():
+                    assert local(one.detach() - before[name]).abs().max() < 0.01, (layout, name)
+                comparisons.clear()
 
 
 @on_ranks(2)
@@ -305,27 +299,128 @@ def test_what_one_rank_has_found_every_rank_follows(world):
         norm.weight.data[0] = 0.375  # of the row that the last step has seen
         if world.rank == 0:
             linear.weight.to_local().data.fill_(0.25)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as found:
             step_on(engine)
-        (text,) = (str(one.message) for one in caught)
-        assert text.startswith(("'0.weight'" if world.rank == 0 else "a weight of another rank") + " was changed")
+        assert found == ["'0.weight'" if world.rank == 0 else "a weight of another rank"]
         assert abs(engine.full_state_dict()["1.weight"][0].item() - 0.375) < 0.01
         assert engine.check_replicas() == []
 
 
-@on_ranks(2)
-def test_a_step_of_whole_matrices_follows_what_is_counted(world):
-    with paramp.launch_from_torch(HALF | LAYOUTS["tensor"]):
+PRECISIONS = [{"mode": "16-naive", "init_scale": 4.0}, {"mode": "bf16-naive"}]
+
+
+def clamp(weight):
+    weight.data.clamp_(-0.125, 0.125)
+
+
+def overwrite(weight):
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, 0.4375))
+
+
+def prune(weight):
+    weight.data.mul_(torch.arange(weight.numel()).view(weight.shape) % 2)
+
+
+def check_edits(precision, masters, make, edit, parallel=None):
+    """A step, ``edit`` of the weights and another step: the masters go on from the edited weights.
+
+    Remainders belong to any weight, so that an edit is followed to half a unit of the weight in its last place.
+    """
+    unit = 2.0**-8 if precision["mode"].startswith("bf16") else 2.0**-11
+    config = {"precision": precision, "masters": masters, "parallel": parallel or {}}
+    with mock.patch.object(sizes, "BUCKET", 16), paramp.launch_from_torch(config):
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
-        linear, norm = model
-        optimizers = [torch.optim.Muon([linear.weight], lr=RATE), torch.optim.SGD(norm.parameters(), lr=RATE)]
-        engine, *_ = paramp.initialize(model, optimizers, loss, plan={"0": "colwise_gather"})
-        assert isinstance(engine._optimizer_step.updates[0], MatrixStep)
-        step_on(engine)
-        with torch.no_grad():
-            engine.module[0].weight.fill_(0.375)
-        step_on(engine)
-        assert (engine.full_state_dict()["0.weight"] - 0.375).abs().max() < 0.01
-        assert not engine._weights.changes.due
+        # 448 elements, which are three blocks, and 64 for its bias in a buffer of its own: no padding behind them
+        engine = engine_of(nn.Linear(28, 16), loss, OPTIMIZERS[make])
+        assert len(engine._weights.buffers) == 2
+        x, y = torch.ones(1, 28), torch.ones(1, 16)
+        train_step(engine, x, y)
+        before, start, expected = engine.full_state_dict(), {}, {}
+        for name, weight in engine.named_parameters():
+            old = weight.detach().clone()
+            edit(weight)
+            master = torch.where(weight == old, before[name], weight.float())
+            start[name] = engine.full_state_dict()[name]  # as saved
+            rtol = unit if masters == "remainder" else 0
+            torch.testing.assert_close(start[name], master, rtol=rtol, atol=1e-7)
+            expected[name] = start[name] - RATE
+        assert train_step(engine, x, y).stepped
+        masters = engine.full_state_dict()
+        assert_trained(masters, expected, start, atol=1e-7, what=edit.__name__)
+        for name, weight in engine.named_parameters():
+            assert torch.equal(weight, masters[name].to(weight.dtype)), name
+
+
+@pytest.mark.parametrize("edit", [clamp, overwrite, prune])
+@pytest.mark.parametrize(("masters", "make"), [("full", "fused"), ("full", "own step"), ("remainder", "fused")])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_a_weight_changed_in_place_is_stepped_from_there(precision, masters, make, edit):
+    check_edits(precision, masters, make, edit)
+
+
+@on_ranks(2)
+def test_edits_under_zero(world):
+    for precision, masters, make in (
+        (PRECISIONS[0], "full", "fused"),
+        (PRECISIONS[0], "full", "own step"),
+        (PRECISIONS[1], "remainder", "fused"),
+    ):
+        check_edits(precision, masters, make, clamp, {"zero": 1})
+
+
+@pytest.mark.parametrize("masters", [True, "remainder"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_weight_keeps_its_bits_after_an_edit_and_a_skipped_step(dtype, masters):
+    """Subnormal numbers, zeros of both signs, infinities; with what masters were stored for other weights."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[~values.isnan()]
+    storage, everything = MASTER_STORAGE[masters](torch.zeros_like(values)), slice(None)
+    before = torch.randn(len(values), generator=torch.Generator().manual_seed(0)) * values.float().nan_to_num(0, 1, 1)
+    storage.write(everything, before)
+    untouched = values.isinf()  # an element is followed where others are not
+    storage.weights.copy_(torch.where(untouched, storage.weights, values))
+    edited = storage.weights.clone()
+    storage.write(everything, storage.read(everything))  # what a skipped step does
+    assert torch.equal(storage.weights.view(torch.int16), edited.view(torch.int16))
+    torch.testing.assert_close(storage.read(everything)[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("convert", ["convert_to_amp", "apex"])
+def test_masters_of_converted_models_follow_too(convert):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = sgd(model.parameters())
+    if convert == "apex":
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
+    else:
+        model, optimizer, _ = paramp.amp.convert_to_amp(model, optimizer, None, PRECISIONS[0])
+    for _ in range(2):
+        value = model(torch.ones(1, 4)).float().sum()
+        if convert == "apex":
+            with amp.scale_loss(value, optimizer) as scaled:
+                scaled.backward()
+        else:
+            optimizer.backward(value)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.detach().float() for parameter in model.parameters()]
+    assert all(torch.equal(weight, torch.full_like(weight, 0.25 - RATE)) for weight in weights)
+
+
+def test_masters_add_up_steps_that_fp16_rounds_away():
+    """The numbers of docs/masters.md."""
+    one = torch.ones((), dtype=torch.float16)
+    assert one + 1e-4 == one
+    assert (torch.nextafter(one, 2 * one) - one).item() == pytest.approx(1e-3, rel=0.03)
+    for mode, expected in (("O3", 1.0), ("16-naive", 1 - 20 * 1e-4)):
+        with paramp.launch_from_torch({"precision": {"mode": mode, "init_scale": 4.0}}):
+            model = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(model.weight)
+            engine = engine_of(model, loss, functools.partial(sgd, lr=1e-4))
+            for _ in range(20):
+                assert train_step(engine, torch.ones(1, 1)).stepped
+            assert engine.full_state_dict()["weight"].item() == pytest.approx(expected, abs=1e-6), mode
+            assert (engine.module.weight.item() < 1) == (mode == "16-naive")

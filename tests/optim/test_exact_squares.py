@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from counting import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramp.base import sizes
 from paramp.optim.reproducible.squares import largest, squares, total
@@ -49,13 +49,16 @@ def test_the_sum_is_exact_to_its_bound(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_order_and_any_parts_have_the_same_bits(dtype):
+def test_any_order_and_any_parts_have_the_same_bits(dtype, monkeypatch):
     torch.manual_seed(3)
     chance = random.Random(3)
     values = spread(150_000, dtype)
     values[chance.randrange(len(values))] = 6e4
     expected = sum_of([values])
-    for _ in range(10):
+    for size in (1000, 2**14, 2**16, 2**25):
+        monkeypatch.setitem(sizes.SQUARES_BLOCK, "cpu", size)
+        assert sum_of([values]).equal(expected)
+    for _ in range(5):
         values = values[torch.randperm(len(values))]
         ends = sorted(chance.sample(range(1, len(values)), 7))
         parts = list(values.tensor_split(ends))
@@ -74,23 +77,19 @@ def test_any_order_and_any_parts_have_the_same_bits(dtype):
         assert sum_of(copies, weights, order).equal(expected)
 
 
-def test_many_of_the_largest_fill_the_first_bin_exactly():
-    largest_of_its_exponent = 2.0 - 2.0**-23
-    values = torch.full((2**20 + 3,), largest_of_its_exponent)
-    bins = squares([values], [0.125], torch.tensor(largest_of_its_exponent, dtype=torch.float64))
-    one = squares([values[:1]], [1.0], torch.tensor(largest_of_its_exponent, dtype=torch.float64))
-    assert [Fraction(value) for value in bins.tolist()] == [Fraction(value) * (2**20 + 3) / 8 for value in one.tolist()]
-    assert sum(map(Fraction, one.tolist())) == Fraction(largest_of_its_exponent) ** 2
-    assert bins[0] == 4 * (2**20 + 3) / 8  # the nearest multiple of the unit is the bound itself
-
-
-def test_the_bins_of_the_ranks_can_be_added_up_to_the_capacity():
+def test_many_of_the_largest_fill_the_first_bin_exactly_up_to_the_capacity():
     """As of 2**31 elements on four ranks each: what 2**10 additions of a bin of 2**21 make."""
-    values = torch.full((2**21,), 2.0 - 2.0**-23)
-    bins = squares([values], [0.25], torch.tensor(2.0 - 2.0**-23, dtype=torch.float64))
-    last = squares([values[:1]], [0.25], torch.tensor(2.0 - 2.0**-23, dtype=torch.float64))
-    world = bins * 2**10 * 4
-    unit = 4 / 2**20
+    most = torch.tensor(2.0 - 2.0**-23, dtype=torch.float64)  # the largest of its exponent
+    values = torch.full((2**21,), most, dtype=torch.float32)
+    bins, one, last = (
+        squares([values[:count]], [weight], most) for count, weight in ((2**20 + 3, 0.125), (1, 1.0), (1, 0.25))
+    )
+    assert [Fraction(value) for value in bins.tolist()] == [Fraction(value) * (2**20 + 3) / 8 for value in one.tolist()]
+    assert sum(map(Fraction, one.tolist())) == Fraction(most.item()) ** 2
+    assert bins[0] == 4 * (2**20 + 3) / 8  # the nearest multiple of the unit is the bound itself
+    assert squares([torch.tensor([2.0 - 2.0**-22])], [1.0], most)[0] == 4  # as the unit is 2**-18
+    world = squares([values], [0.25], most) * 2**10 * 4
+    last, unit = squares([values[:1]], [0.25], most), 4 / 2**20
     assert world[0] / (unit / 4) == 2**53  # of the smallest unit
     assert ((world - last) + last).equal(world)
 
@@ -112,22 +111,24 @@ def test_zeros_nothing_and_norm_weights_of_zero_count_as_nothing():
     assert total(uncounted) == 4
 
 
+def assert_is(actual, expected):
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_one_element_that_is_not_finite_is_found(dtype, wrong):
+    """With a norm weight of zero too."""
     values = torch.ones(100_003, dtype=dtype)
     values[70_001] = wrong
     maximum = largest([torch.ones(3), values], CPU)
-    assert maximum.isnan() if math.isnan(wrong) else maximum == math.inf
+    assert_is(maximum, abs(wrong))
     sums = squares([values], [0.5], maximum)
     assert_is(total(sums), abs(wrong))
     assert_is(total(sums + squares([torch.ones(3)], [1.0], maximum)), abs(wrong))
+    assert_is(total(squares([torch.ones(3), values], [1.0, 0.0], maximum)), abs(wrong))
     dropped = squares([values], [0.5], torch.ones((), dtype=torch.float64))  # by a maximum that ignores NaN
     assert not total(dropped).isfinite()
-
-
-def assert_is(actual, expected):
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
 
 
 @pytest.mark.parametrize("maximum", [math.inf, math.nan])
@@ -135,12 +136,6 @@ def test_nan_on_one_rank_and_inf_on_another_are_nan_whatever_the_maximum_keeps(m
     parts = [torch.tensor([1.0, math.inf]), torch.tensor([2.0]), torch.tensor([math.nan, 3.0])]
     maximum = torch.tensor(maximum, dtype=torch.float64)
     assert total(torch.stack([squares([part], [1.0], maximum) for part in parts]).sum(0)).isnan()
-
-
-@pytest.mark.parametrize("wrong", [math.inf, math.nan])
-def test_what_is_not_finite_counts_with_a_norm_weight_of_zero_too(wrong):
-    given = [torch.ones(5), torch.tensor([wrong])]
-    assert_is(total(squares(given, [1.0, 0.0], largest(given, CPU))), wrong)
 
 
 def test_what_has_no_exact_square_or_product_is_refused():
@@ -151,36 +146,14 @@ def test_what_has_no_exact_square_or_product_is_refused():
         squares([torch.ones(2)], [1 / 3], one)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_size_of_the_blocks_changes_no_bit(dtype, monkeypatch):
-    torch.manual_seed(3)
-    values = spread(150_001, dtype)
-    expected = sum_of([values])
-    for size in (1000, 2**14, 2**16, 2**25):
-        monkeypatch.setitem(sizes.SQUARES_BLOCK, "cpu", size)
-        assert sum_of([values]).equal(expected)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators, of which each is a launch on a GPU, but for views."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.real_sizes
 def test_a_gpu_launches_few_kernels():
     with FakeTensorMode():
-        values = torch.empty(2**27, dtype=torch.float16)
-        largest = torch.empty((), dtype=torch.float64)
-        counts = []
-        for size in (2**16, sizes.SQUARES_BLOCK["cuda"]):
+        counts, most = [], torch.empty((), dtype=torch.float64)
+        for length, size in ((2**22, 2**16), (2**27, sizes.SQUARES_BLOCK["cuda"])):
             with mock.patch.dict(sizes.SQUARES_BLOCK, cpu=size), Operators() as operators:
-                squares([values], [1.0], largest)
-            counts.append(operators.count)
-    assert counts[0] > 2**27 / 2**16 * 10
+                squares([torch.empty(length, dtype=torch.float16)], [1.0], most)
+            counts.append(sum(not operator.is_view for operator, _ in operators.calls))
+    assert counts[0] > 2**22 / 2**16 * 10
     assert counts[1] < 100
     assert sizes.SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries

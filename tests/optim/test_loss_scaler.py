@@ -1,26 +1,37 @@
 """DistributedGradScaler against torch's own, against hand arithmetic, and where torch's own goes wrong."""
 
 import copy
+import itertools
 import pickle
 import random
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from counting import Collectives
+from plain_training import ScaleRule
 from pool import on_ranks
+from reference import local
+from small_engines import each_raises, everywhere
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import paramp
 from paramp import DistributedGradScaler
+from paramp.distributed.context import TiedParameter
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 
 
 def parameter(value=1.0, size=4, dtype=torch.float32):
     return torch.nn.Parameter(torch.full((size,), value, dtype=dtype))
+
+
+def attempt(scaler, *optimizers):
+    """A step of each, and an update."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
@@ -42,106 +53,76 @@ def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
                 weight.grad[1] = BAD[step % 3]
             if step % 2:
                 scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            attempt(scaler, optimizer)
         assert torch.equal(*weights)
         assert ours.get_scale() == theirs.get_scale()
         assert ours._get_growth_tracker() == theirs._get_growth_tracker()
+    loaded = DistributedGradScaler(hysteresis=2)
+    loaded.load_state_dict(theirs.state_dict())
+    assert loaded.state_dict() == loaded.state_dict() | theirs.state_dict() | {"hysteresis": 2}
 
 
 @pytest.mark.parametrize(
     ("hysteresis", "floor", "ceiling"), [(1, None, None), (2, 4.0, 2.0**12), (3, None, 2.0**11), (1, 2.0**9, None)]
 )
 def test_the_scale_over_200_steps_equals_a_hand_computed_trajectory(hysteresis, floor, ceiling):
-    scaler = DistributedGradScaler(
-        init_scale=2.0**10, growth_interval=4, hysteresis=hysteresis, min_scale=floor, max_scale=ceiling
-    )
-    weight = parameter()
+    options = {"init_scale": 2.0**10, "growth_interval": 4, "hysteresis": hysteresis}
+    scaler = DistributedGradScaler(**options, min_scale=floor, max_scale=ceiling)
+    rule = ScaleRule(**options, min_scale=floor or 0.0, max_scale=ceiling or float("inf"))
+    weight, seen, generator = parameter(), set(), random.Random(hysteresis)
     optimizer = torch.optim.SGD([weight], lr=1e-3)
-    generator = random.Random(hysteresis)
-    scale, good, bad_since_growth, seen = 2.0**10, 0, 0, set()
     for _ in range(200):
         overflow = generator.random() < 0.2
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
-        assert torch.equal(weight.grad, torch.full((4,), scale))
+        assert torch.equal(weight.grad, torch.full((4,), rule.scale))
         if overflow:
             weight.grad[generator.randrange(4)] = generator.choice(BAD)
         before = weight.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
+        attempt(scaler, optimizer)
         assert torch.equal(weight.detach(), before) == overflow
-        if overflow:
-            good, bad_since_growth = 0, bad_since_growth + 1
-            if bad_since_growth >= hysteresis:
-                scale = max(scale / 2, floor or 0.0)
-        else:
-            good += 1
-            if good == 4:
-                good, bad_since_growth = 0, 0
-                scale = min(scale * 2, ceiling or float("inf"))
-        seen.add(scale)
-        assert scaler.get_scale() == scale
+        rule.update(overflow)
+        seen.add(rule.scale)
+        assert scaler.get_scale() == rule.scale
     assert len(seen) > 3
     assert floor is None or min(seen) >= floor
     assert ceiling is None or max(seen) <= ceiling
     assert {floor, ceiling} & seen or {floor, ceiling} == {None}  # a limit was met
 
 
-def test_the_documents_hysteresis_tolerates_the_first_overflow():
-    scaler = DistributedGradScaler(init_scale=16.0, growth_interval=2, hysteresis=2)
-    scales = []
-    for overflow in (1, 1, 1, 0, 0, 1, 0, 0, 1, 0, 1):
-        scaler.update_from_flag(torch.tensor(float(overflow)))
-        scales.append(scaler.get_scale())
-    #                 1st  2nd  3rd        grows, refills  1st        grows 1st       2nd
-    assert scales == [16, 8, 4, 4, 8, 8, 8, 16, 16, 16, 8]
-
-
 def test_without_a_floor_the_scale_stays_above_zero():
-    scaler = DistributedGradScaler()
-    for _ in range(300):
-        scaler.update_from_flag(torch.tensor(1.0))
-    assert scaler.get_scale() > 0
-    theirs, weight = torch.amp.GradScaler("cpu"), parameter()
+    """And below infinity without a ceiling."""
+    scaler, theirs, weight = DistributedGradScaler(), torch.amp.GradScaler("cpu"), parameter()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     theirs.scale(weight.sum())  # which makes its scale
     for _ in range(300):
+        scaler.update_from_flag(torch.tensor(1.0))
         weight.grad = torch.full_like(weight, torch.nan)
-        theirs.step(optimizer)
-        theirs.update()
-    assert theirs.get_scale() == 0  # torch's has none
-
-
-def test_growth_stops_before_infinity():
+        attempt(theirs, optimizer)
+    assert scaler.get_scale() > 0
+    assert theirs.get_scale() == 0  # torch's has no floor
     scaler = DistributedGradScaler(init_scale=2.0**127, growth_interval=1)
     scaler.update_from_flag(torch.tensor(0.0))
     assert scaler.get_scale() == 2.0**127
 
 
-def test_state_survives_saving_at_any_step():
+def test_state_survives_saving_and_copying_at_any_step():
+    """A copy keeps the group, of which only the identity is looked at here; a pickle may go to another process."""
     options = {"init_scale": 64.0, "growth_interval": 3, "hysteresis": 2, "min_scale": 2.0, "max_scale": 128.0}
     pattern = [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     for partition in range(len(pattern)):
-        whole = DistributedGradScaler(**options)
+        whole = DistributedGradScaler(**options, group=object())
         for flag in pattern[:partition]:
             whole.update_from_flag(torch.tensor(float(flag)))
-        loaded = DistributedGradScaler()
+        loaded, pickled = DistributedGradScaler(), pickle.loads(pickle.dumps(whole))
         loaded.load_state_dict(whole.state_dict())
-        pickled = pickle.loads(pickle.dumps(whole))
+        copies = [copy.copy(whole), copy.deepcopy(whole), copy.deepcopy([whole])[0]]
+        assert pickled._group is None
+        assert all(one._group is whole._group for one in copies)
         for flag in pattern[partition:]:
-            for scaler in (whole, loaded, pickled):
+            for scaler in (whole, loaded, pickled, *copies):
                 scaler.update_from_flag(torch.tensor(float(flag)))
-        assert whole.state_dict() == loaded.state_dict() == pickled.state_dict()
-
-
-def test_it_loads_torchs_state():
-    theirs = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7)
-    ours = DistributedGradScaler(hysteresis=2)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.get_scale() == 512.0
-    assert ours.get_growth_interval() == 7
-    assert ours.state_dict()["hysteresis"] == 2
+        assert all(one.state_dict() == whole.state_dict() for one in (loaded, pickled, *copies))
 
 
 def test_disabled_it_does_nothing():
@@ -152,86 +133,52 @@ def test_disabled_it_does_nothing():
     assert scaler.scale(loss) is loss
     loss.backward()
     scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    attempt(scaler, optimizer)
     assert torch.equal(weight.detach(), torch.zeros(4))
-    assert scaler.state_dict() == {}
-    assert scaler.get_scale() == 1.0
+    assert (scaler.state_dict(), scaler.get_scale()) == ({}, 1.0)
 
 
 def test_large_finite_gradients_are_no_overflow():
-    weight = parameter(size=1000)
-    optimizer = torch.optim.SGD([weight], lr=1e-38)
-    scaler = DistributedGradScaler(init_scale=1.0)
+    weight, scaler = parameter(size=1000), DistributedGradScaler(init_scale=1.0)
     weight.grad = torch.full((1000,), 3e38)
-    scaler.step(optimizer)
-    scaler.update()
+    attempt(scaler, torch.optim.SGD([weight], lr=1e-38))
     assert scaler.get_scale() == 1.0
     assert (weight < 1).all()
 
 
 def test_sparse_gradients_are_unscaled_and_checked():
-    table = torch.nn.Embedding(5, 2, sparse=True)
+    table, scaler = torch.nn.Embedding(5, 2, sparse=True), DistributedGradScaler(init_scale=8.0)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-    scaler = DistributedGradScaler(init_scale=8.0)
     before = table.weight.detach().clone()
     scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
     scaler.unscale_(optimizer)
-    assert torch.equal(
-        table.weight.grad.to_dense(), torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
-    )
-    scaler.step(optimizer)
-    scaler.update()
-    expected = before - torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
-    assert torch.equal(table.weight.detach(), expected)
+    gradient = torch.tensor([[0.0] * 2, [2.0] * 2, [0.0] * 2, [1.0] * 2, [0.0] * 2])
+    assert torch.equal(table.weight.grad.to_dense(), gradient)
+    attempt(scaler, optimizer)
+    assert torch.equal(table.weight.detach(), before - gradient)
     # Two fp16 entries of one index, each finite, whose sum is not.
     half = torch.nn.Parameter(torch.zeros(3, 1, dtype=torch.float16))
     values = torch.tensor([[60000.0], [60000.0]], dtype=torch.float16)
     with torch.sparse.check_sparse_tensor_invariants():  # the argument check_invariants makes torch 2.11 warn
         half.grad = torch.sparse_coo_tensor([[1, 1]], values, (3, 1))
-    optimizer = torch.optim.SGD([half], lr=1.0)
-    scaler.step(optimizer)
-    scaler.update()
+    attempt(scaler, torch.optim.SGD([half], lr=1.0))
     assert torch.equal(half.detach(), torch.zeros(3, 1, dtype=torch.float16))
     assert scaler.get_scale() == 4.0
 
 
-def test_half_gradients_are_accepted():
-    weight = parameter(dtype=torch.float16)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = DistributedGradScaler(init_scale=8.0)
-    scaler.scale(weight.float().sum()).backward()
-    scaler.unscale_(optimizer)
-    assert torch.equal(weight.grad, torch.ones(4, dtype=torch.float16))
-    scaler.step(optimizer)
-    assert torch.equal(weight.detach(), torch.zeros(4, dtype=torch.float16))
-
-
 def test_one_of_several_optimizers_overflows():
-    weights = [parameter(), parameter()]
+    """The other one has gradients in fp16, which torch's scaler refuses."""
+    weights = [parameter(dtype=torch.float16), parameter()]
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     scaler = DistributedGradScaler(init_scale=4.0)
-    scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+    scaler.scale(weights[0].float().sum() + weights[1].sum()).backward()
     weights[1].grad[0] = float("nan")
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(weights[0].detach(), torch.zeros(4))
+    scaler.unscale_(optimizers[0])
+    assert torch.equal(weights[0].grad, torch.ones(4, dtype=torch.float16))
+    attempt(scaler, *optimizers)
+    assert torch.equal(weights[0].detach(), torch.zeros(4, dtype=torch.float16))
     assert torch.equal(weights[1].detach(), torch.ones(4))
     assert scaler.get_scale() == 2.0
-
-
-def test_fused_optimizers_take_the_flag_without_a_second_look():
-    for bad in (False, True):
-        weight = parameter()
-        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True, weight_decay=0.0)
-        scaler = DistributedGradScaler(init_scale=4.0)
-        scaler.scale(weight.sum()).backward()
-        if bad:
-            weight.grad[2] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(weight.detach(), torch.ones(4)) == bad
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
@@ -247,108 +194,53 @@ def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean(unscaled):
             weight.grad = None if value is None else torch.full((1000,), value * scaler.get_scale())
         if unscaled:
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        attempt(scaler, optimizer)
     # The first momentum is the gradient itself, without dampening.
     assert torch.allclose(weights[0].detach(), torch.full((1000,), 1 - 0.1 - 0.09))
     assert torch.allclose(weights[1].detach(), torch.full((1000,), 0.9))
 
 
-def test_optimizers_of_the_users_that_scale_themselves_follow_torchs_contract_from_the_first_step_on():
-    class ReadsAttributes(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None):
-            self.seen.append((self.grad_scale is None or self.grad_scale.item(), self.found_inf.item()))
-
-    class TakesScaler(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None, *, grad_scaler=None):
-            self.seen.append(grad_scaler.get_scale())
-
-    for kind in (ReadsAttributes, TakesScaler):
-        seen = []
-        for make in (torch.amp.GradScaler, DistributedGradScaler):
-            weight = parameter()
-            optimizer = kind([weight], lr=0.1, momentum=0.9)
-            optimizer.seen = []
-            scaler = make("cpu", init_scale=4.0)
-            scaler.scale(weight.sum()).backward()
-            for unscaled, value in ((False, 4.0), (True, float("inf"))):
-                weight.grad.fill_(value)
-                if unscaled:
-                    scaler.unscale_(optimizer)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)  # torch's, about grad_scaler=
-                    scaler.step(optimizer)
-                # An optimizer that takes the scaler checks for itself, so that there may be nothing to update by.
-                scaler.update(None if kind is ReadsAttributes or unscaled else 4.0)
-            seen.append(optimizer.seen)
-            assert optimizer._step_supports_amp_scaling
-        assert seen[0] == seen[1]
-
-
-def test_copies_keep_the_group_and_the_state():
-    group = object()  # in a process without groups; only its identity is looked at here
-    scaler = DistributedGradScaler(init_scale=8.0, hysteresis=2, group=group)
-    scaler.update_from_flag(torch.tensor(1.0))
-    for copied in (copy.deepcopy(scaler), copy.copy(scaler), copy.deepcopy([scaler])[0]):
-        assert copied._group is group
-        assert copied.state_dict() == scaler.state_dict()
-        copied.update_from_flag(torch.tensor(1.0))
-        assert (copied.get_scale(), scaler.get_scale()) == (4.0, 8.0)
-    assert pickle.loads(pickle.dumps(scaler))._group is None
-
-
-def test_an_optimizer_without_any_gradient_is_reported_as_torch_does():
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, DistributedGradScaler])
+def test_an_optimizer_without_any_gradient_is_reported_as_torch_does(make):
     """As it is over the parameters of another model; nothing may hide that, and nothing may move the scale."""
-    for fused in (False, True):
-        for unscaled in (False, True):
-            for make in (torch.amp.GradScaler, DistributedGradScaler):
-                weight, other = parameter(), parameter()
-                optimizer = torch.optim.SGD([other], lr=0.1, fused=fused)
-                scaler = make("cpu", growth_interval=1)
-                scaler.scale(weight.sum()).backward()
-                if unscaled:
-                    scaler.unscale_(optimizer)
-                if fused:
-                    scaler.step(optimizer)
-                with pytest.raises(AssertionError, match="No inf checks"):
-                    scaler.update() if fused else scaler.step(optimizer)
-                assert scaler.get_scale() == 2.0**16
+    for fused, unscaled in itertools.product((False, True), (False, True)):
+        weight, other = parameter(), parameter()
+        optimizer = torch.optim.SGD([other], lr=0.1, fused=fused)
+        scaler = make("cpu", growth_interval=1)
+        scaler.scale(weight.sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        if fused:
+            scaler.step(optimizer)
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.update() if fused else scaler.step(optimizer)
+        assert scaler.get_scale() == 2.0**16
 
 
 def test_misuse_is_reported_as_torch_does():
     weight = parameter()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = DistributedGradScaler()
-    with pytest.raises(AssertionError, match="No inf checks"):
-        scaler.update()
+    each_raises(AssertionError, {"No inf checks": scaler.update})
     weight.grad = torch.ones(4)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optimizer)
+    for call in (scaler.unscale_, scaler.step):
+        call(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            call(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"init_scale": 0.0}, "init_scale: got 0"),
-        ({"growth_factor": 1.0}, "growth_factor: got 1"),
-        ({"backoff_factor": 1.0}, "backoff_factor: got 1"),
-        ({"growth_interval": 0}, "growth_interval: got 0"),
-        ({"hysteresis": 0}, "hysteresis: got 0"),
-        ({"min_scale": 0.0}, "min_scale: got 0"),
-        ({"min_scale": 8.0, "max_scale": 4.0}, "max_scale: got 4"),
-    ],
-)
-def test_impossible_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        DistributedGradScaler(**options)
+def test_impossible_arguments():
+    for message, options in {
+        "init_scale: got 0": {"init_scale": 0.0},
+        "growth_factor: got 1": {"growth_factor": 1.0},
+        "backoff_factor: got 1": {"backoff_factor": 1.0},
+        "growth_interval: got 0": {"growth_interval": 0},
+        "hysteresis: got 0": {"hysteresis": 0},
+        "min_scale: got 0": {"min_scale": 0.0},
+        "max_scale: got 4": {"min_scale": 8.0, "max_scale": 4.0},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            DistributedGradScaler(**options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -357,101 +249,53 @@ def test_cuda_without_a_gpu_is_an_error_and_not_a_silent_no_op():
         DistributedGradScaler("cuda")
 
 
-# ------------------------------------------------------------------------------------------------- several ranks
-
-
-def sharded(mesh, placement, local):
-    return DTensor.from_local(local, mesh, [placement], run_check=False)
-
-
-def gathered(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def sharded(mesh, placement, value):
+    return DTensor.from_local(value, mesh, [placement], run_check=False)
 
 
 @on_ranks(4)
 def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
     """torch's scaler raises here, or lets one rank skip while another steps (FACTS 1)."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for culprit in range(4):
-        for where in range(3):
-            weights = [
-                torch.nn.Parameter(torch.ones(4)),
-                torch.nn.Parameter(sharded(grid["a"], Shard(0), torch.ones(2))),
-                torch.nn.Parameter(sharded(grid["b"], Replicate(), torch.ones(3))),
-            ]
-            optimizer = torch.optim.SGD(weights, lr=1.0, foreach=False)
-            scaler = DistributedGradScaler("cpu", init_scale=8.0)
-            for weight in weights:
-                weight.grad = torch.full_like(weight, 8.0)
-            if world.rank == culprit:
-                bad = weights[where].grad
-                (bad.to_local() if isinstance(bad, DTensor) else bad)[-1] = BAD[where]
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            for weight in weights:
-                local = weight.to_local() if isinstance(weight, DTensor) else weight
-                assert torch.equal(local.detach(), torch.ones_like(local))
-            assert gathered(scaler.get_scale()) == [4.0] * 4
-
-
-@on_ranks(2)
-def test_torchs_own_exchanges_nothing_between_stages_and_refuses_a_mix(world):
-    """Why there is another one: plain gradients, as on the stages of a pipeline, and plain ones beside DTensors."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for make, expected in ((torch.amp.GradScaler, [8.0, 4.0]), (DistributedGradScaler, [4.0, 4.0])):
-        scaler = make("cpu", init_scale=8.0)
-        weight.grad = scaler.scale(torch.full((2,), float("inf") if world.rank else 1.0))
-        with Collectives() as collectives:
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        assert gathered(scaler.get_scale()) == expected
-        assert sum(collectives.counts.values()) == (make is DistributedGradScaler)
-    mesh = init_device_mesh("cpu", (2,))
-    other = torch.nn.Parameter(sharded(mesh, Shard(0), torch.ones(2)))
-    weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum())
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        scaler.unscale_(torch.optim.SGD([weight, other]))
+    for culprit, where in itertools.product(range(4), range(3)):
+        weights = [
+            torch.nn.Parameter(torch.ones(4)),
+            torch.nn.Parameter(sharded(grid["a"], Shard(0), torch.ones(2))),
+            torch.nn.Parameter(sharded(grid["b"], Replicate(), torch.ones(3))),
+        ]
+        optimizer = torch.optim.SGD(weights, lr=1.0, foreach=False)
+        scaler = DistributedGradScaler("cpu", init_scale=8.0)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 8.0)
+        if world.rank == culprit:
+            local(weights[where].grad)[-1] = BAD[where]
+        scaler.unscale_(optimizer)
+        attempt(scaler, optimizer)
+        for weight in weights:
+            assert torch.equal(local(weight).detach(), torch.ones_like(local(weight)))
+        assert everywhere(scaler.get_scale()) == [4.0] * 4
 
 
 @on_ranks(4)
-def test_a_partial_gradient_overflows_only_in_its_sum(world):
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
-    weight = torch.nn.Parameter(sharded(mesh, Replicate(), torch.zeros(2, dtype=torch.float16)))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = DistributedGradScaler("cpu", init_scale=2.0)
-    weight.grad = sharded(mesh, Partial(), torch.tensor([30000.0, 1.0], dtype=torch.float16))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-    weight.grad = sharded(mesh, Partial(), torch.tensor([0.5, 1.0], dtype=torch.float16))
-    scaler.step(optimizer)
-    assert weight.to_local().tolist() == [-2.0, -4.0]  # the sum over four ranks, unscaled by 1
-    scaler.update()
-    weight.grad = sharded(mesh, Partial("avg"), torch.tensor([4.0 * world.rank, 8.0], dtype=torch.float16))
-    scaler.step(optimizer)
-    assert weight.to_local().tolist() == [-8.0, -12.0]  # the mean
-
-
-@on_ranks(4)
-def test_an_overflow_in_a_part_that_is_cut_away_counts(world):
+def test_a_partial_gradient_overflows_only_in_its_sum_and_a_part_that_is_cut_away_counts(world):
     """A replicated gradient of a sharded weight: what this rank drops, no other rank may have seen."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    weight = torch.nn.Parameter(sharded(mesh, Replicate(), torch.zeros(2, dtype=torch.float16)))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), DistributedGradScaler("cpu", init_scale=2.0)
+    for own, after in (([30000.0, 1.0], [0.0, 0.0]), ([0.5, 1.0], [-2.0, -4.0])):  # the sum of four, unscaled by 1
+        weight.grad = sharded(mesh, Partial(), torch.tensor(own, dtype=torch.float16))
+        attempt(scaler, optimizer)
+        assert scaler.get_scale() == 1.0
+        assert weight.to_local().tolist() == after
+    weight.grad = sharded(mesh, Partial("avg"), torch.tensor([4.0 * world.rank, 8.0], dtype=torch.float16))
+    attempt(scaler, optimizer)
+    assert weight.to_local().tolist() == [-8.0, -12.0]  # the mean of four
     weight = torch.nn.Parameter(sharded(mesh, Shard(0), torch.zeros(2)))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = DistributedGradScaler("cpu", init_scale=2.0)
     weight.grad = sharded(mesh, Replicate(), torch.ones(8))
     if world.rank == 0:
         weight.grad.to_local()[7] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0
+    attempt(scaler, torch.optim.SGD([weight], lr=1.0))
+    assert scaler.get_scale() == 0.5
     assert weight.to_local().tolist() == [0.0, 0.0]
 
 
@@ -468,9 +312,8 @@ def test_ranks_without_gradients_or_scale_calls_take_part(world):
             if overflow:
                 weight.grad[0] = float("inf")
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert gathered(scaler.get_scale()) == [2.0 if overflow else 4.0] * 4
+        attempt(scaler, optimizer)
+        assert everywhere(scaler.get_scale()) == [2.0 if overflow else 4.0] * 4
     assert weight.tolist() == ([0.0, 0.0] if world.rank == 3 else [1.0, 1.0])
 
 
@@ -480,9 +323,8 @@ def test_a_group_decides_for_itself(world):
     scaler = DistributedGradScaler("cpu", init_scale=4.0, group=halves[world.rank // 2])
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), float("nan") if world.rank == 0 else 1.0)
-    scaler.step(torch.optim.SGD([weight], lr=1.0))
-    scaler.update()
-    assert gathered(scaler.get_scale()) == [2.0, 2.0, 4.0, 4.0]
+    attempt(scaler, torch.optim.SGD([weight], lr=1.0))
+    assert everywhere(scaler.get_scale()) == [2.0, 2.0, 4.0, 4.0]
     found = torch.tensor(float(world.rank > 0))
     scaler.agree_(found)
     assert float(found) == 1.0  # a flag, on how many ranks ever it was set
@@ -490,60 +332,33 @@ def test_a_group_decides_for_itself(world):
 
 @on_ranks(4)
 def test_the_sequence_of_collectives_does_not_depend_on_what_is_found(world):
-    calls = []
-    original = dist.all_reduce
-
-    def counting(tensor, *args, **kwargs):
-        calls.append(tuple(tensor.shape))
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        counts = []
-        for gradient in (None, 1.0, float("nan") if world.rank == 1 else 1.0):
-            weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-            optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
-            scaler = DistributedGradScaler("cpu")
-            calls.clear()
-            for weight, optimizer in zip(weights, optimizers, strict=True):
-                weight.grad = None if gradient is None else torch.full((2,), gradient)
-                scaler.step(optimizer)
-            scaler.update()
-            counts.append(list(calls))
-        assert counts == [[(), (), ()]] * 3
-    finally:
-        dist.all_reduce = original
+    for gradient in (None, 1.0, float("nan") if world.rank == 1 else 1.0):
+        weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+        for weight in weights:
+            weight.grad = None if gradient is None else torch.full((2,), gradient)
+        with Collectives() as collectives:
+            attempt(DistributedGradScaler("cpu"), *[torch.optim.SGD([weight], lr=1.0) for weight in weights])
+        assert (collectives.counts, collectives.elements) == ({"allreduce": 3}, [1, 1, 1])
 
 
 @on_ranks(4)
 def test_a_context_gives_the_scaler_its_ties(world):
-    """The gradients of an embedding tied across stages are summed before they are judged."""
+    """The gradients of an embedding tied across stages are summed before they are judged, and once.
+
+    One that no stage uses keeps its None. The optimizer skips it, as torch does; zeros would be stepped with: here
+    weight decay alone.
+    """
     with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
-        from paramp.distributed.context import TiedParameter
-
-        weight = torch.nn.Parameter(torch.zeros(2))
-        context.ties.append(TiedParameter("w", weight, context.pp.group, owner=context.is_first_stage))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler = DistributedGradScaler("cpu", init_scale=2.0)
-        weight.grad = torch.tensor([2.0, 4.0 * world.rank])
-        scaler.step(optimizer)
-        assert weight.tolist() == [-4.0, -12.0]
-
-
-@on_ranks(2)
-def test_a_tied_parameter_that_no_stage_uses_keeps_its_gradient_of_none(world):
-    """The optimizer skips it, as torch does; zeros would be stepped with: here weight decay alone."""
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
-        from paramp.distributed.context import TiedParameter
-
-        unused, used_once = weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        used, used_once, unused = weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
         context.ties += [TiedParameter("w", weight, context.pp.group, owner=world.rank == 0) for weight in weights]
         optimizer = torch.optim.SGD(weights, lr=1.0, weight_decay=0.25)
         scaler = DistributedGradScaler("cpu", init_scale=2.0)
-        used_once.grad = torch.full((2,), 4.0) if world.rank else None
+        used.grad = torch.tensor([2.0, 4.0 * world.rank])
+        used_once.grad = torch.full((2,), 4.0) if world.rank == 1 else None
         scaler.unscale_(optimizer)
         paramp.clip_grad_norm_(weights, 100.0)
         scaler.step(optimizer)
+        assert used.tolist() == [1.0 - 0.25 - 4.0, 1.0 - 0.25 - 12.0]
+        assert used_once.tolist() == [1.0 - 0.25 - 2.0] * 2
         assert unused.grad is None
         assert unused.tolist() == [1.0, 1.0]
-        assert used_once.tolist() == [1.0 - 0.25 - 2.0] * 2

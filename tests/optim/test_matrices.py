@@ -1,6 +1,7 @@
 """Several optimizers, and those that need whole matrices where ranks have shards, against one process."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from counting import Collectives
 from families import cases, family
 from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random
 from pool import on_ranks, run_on_ranks, shared_folder
-from reference import assert_trained, batches, rank_slice, small_gpt
+from reference import assert_trained, batches, small_gpt
+from small_engines import assert_same_tensors, engine_of, own_part, sgd, train_step
 from torch import nn
 
 import paramp
@@ -40,7 +42,7 @@ def adamw_and_lamb(model):
 
 def lamb(model):
     """Over all parameters: replicated and 1-dim ones too."""
-    return Lamb(model.parameters(), lr=0.01)
+    return [Lamb(model.parameters(), lr=0.01)]
 
 
 def adafactor(model):
@@ -58,19 +60,16 @@ def plain_steps(model):
     ]
 
 
-def one_process(make, steps, noise=0.0, dtype=torch.float32):
-    """The weights after a plain torch loop, whose gradients are multiplied by 1 + ``noise`` x standard normal."""
+def one_process(make, steps, dtype=torch.float32):
+    """The weights after a plain torch loop."""
     model = small_gpt(num_layers=2).to(dtype)
     made = make(model)
-    generator = torch.Generator().manual_seed(1)
     for x, y in batches(steps):
         model.zero_grad()
         logits = model(x)
         F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1)).backward()
-        for parameter in model.parameters():
-            parameter.grad *= 1 + noise * torch.randn(parameter.shape, generator=generator)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in made if isinstance(made, list) else [made]:
+        for optimizer in made:
             optimizer.step()
     return model.state_dict()
 
@@ -78,16 +77,14 @@ def one_process(make, steps, noise=0.0, dtype=torch.float32):
 def start(parallel, make, precision="32-true", **options):
     context = paramp.launch_from_torch({"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0} | options)
     model = small_gpt(num_layers=2)
-    return context, paramp.initialize(model, make(model), model.loss)[0]
+    return context, engine_of(model, model.loss, make(model))
 
 
 def train(engine, steps, first=0):
     """The losses of ``steps`` steps."""
-    axis, losses = engine.context.batch_axis, []
-    for x, y in list(batches(first + steps))[first:]:
-        losses.append(float(engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))))
-        assert engine.step().stepped
-    return losses
+    results = [train_step(engine, *own_part(engine.context, *one)) for one in list(batches(first + steps))[first:]]
+    assert all(result.stepped for result in results)
+    return [float(result.loss) for result in results]
 
 
 def trained(parallel, make, steps, precision="32-true"):
@@ -97,35 +94,26 @@ def trained(parallel, make, steps, precision="32-true"):
         return engine.full_state_dict()
 
 
-def distance(weights, others):
-    return max((weights[name] - other).abs().max().item() for name, other in others.items())
-
-
 NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
 LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "dp2 + zero1": (2, {"zero": 1}),
     "pp2·tp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}),
+    "dp2·tp2": (4, {"tensor": 2}),
     "dp2·tp2 + zero1": (4, {"tensor": 2, "zero": 1}),
     "fsdp2": (2, {"data": {"shard": 2}}),
     "fsdp4": (4, {"data": {"shard": 4}}),
     "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
     "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
     "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}),
+    "one": (1, {}),
 }
 
 
-def muon_drifts(world, layout):
-    expected = one_process(muon_and_adamw, 20)
-    allowed = 3 * distance(one_process(muon_and_adamw, 20, noise=1e-7), expected)
-    assert 0 < distance(trained(LAYOUTS[layout][1], muon_and_adamw, 20), expected) <= allowed
-
-
-@family
-@pytest.mark.parametrize("layout", cases("muon", list(LAYOUTS), ["tp2"], 1))
-def test_muon_and_adamw_drift_no_more_than_rounding_makes_one_process(layout):
-    """Muon's Newton-Schulz runs in bfloat16, which makes 1e-5 of a difference of 1e-7 in the gradients."""
-    run_on_ranks(LAYOUTS[layout][0], __name__, "muon_drifts", {"layout": layout})
+def on(layout, body, **options):
+    """What ``body`` returns on the first rank of ``layout``."""
+    size, options = LAYOUTS[layout][0], options | {"layout": layout}
+    return body(None, **options) if size == 1 else run_on_ranks(size, __name__, body.__name__, options)[0]
 
 
 def follows(world, layout, makes):
@@ -146,56 +134,40 @@ SHORT = [("tp2", ("lamb",)), ("dp2 + zero1", ("adafactor",)), ("fsdp2", ("adamw_
 @family
 @pytest.mark.parametrize(("layout", "makes"), cases("whole matrices", [*SHORT, *WHOLE], SHORT, 1))
 def test_optimizers_of_whole_matrices_follow_one_process(layout, makes):
-    run_on_ranks(LAYOUTS[layout][0], __name__, "follows", {"layout": layout, "makes": makes})
+    on(layout, follows, makes=makes)
 
 
-PLAN = {"layers.0": "colwise", "layers.2": "rowwise"}
+def uneven():
+    """Its rows are not divided by the ranks, or are fewer than these; one parameter gets no gradients."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    model[4].spare = nn.Parameter(torch.randn(3, 4))
+    return model.double()
 
 
-class Uneven(nn.Module):
-    """Its rows are not divided by the ranks, or are fewer than these; one layer gets no gradients."""
-
-    def __init__(self):
-        torch.manual_seed(5)
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-        self.spare = nn.Linear(4, 3)
-        self.double()
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def rows(model):
-    """Optimizers of the matrices, and of the others."""
+def lamb_of_rows(model):
     matrices = [value for value in model.parameters() if value.ndim == 2]
-    others = [value for value in model.parameters() if value.ndim != 2]
-    return [
-        [Lamb(matrices, lr=0.01), OfElements(others, lr=0.01)],
-        [torch.optim.Adafactor(model.parameters(), lr=0.01)],
-    ]
+    return [Lamb(matrices, lr=0.01), OfElements([value for value in model.parameters() if value.ndim != 2], lr=0.01)]
 
 
-def steps_uneven_shards(world, parallel):
+def steps_uneven_shards(world, layout):
+    parallel = LAYOUTS[layout][1]
     x, y = torch.randn(8, 5, generator=torch.Generator().manual_seed(6), dtype=torch.float64).split([4, 1], dim=1)
-    for index in range(2):
-        plain = Uneven()
-        made = rows(plain)[index]
-        for _ in range(4):
-            plain.zero_grad()
-            F.mse_loss(plain(x), y).backward()
-            for optimizer in made:
-                optimizer.step()
+    plan = {"0": "colwise", "2": "rowwise"} if "tensor" in parallel else None
+    for make in (lamb_of_rows, adafactor):
+        plain = uneven()
+        optimizers = make(plain)
         with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}) as context:
-            model, axis = Uneven(), context.batch_axis
-            plan = PLAN if "tensor" in parallel else None
-            engine, *_ = paramp.initialize(model, rows(model)[index], F.mse_loss, plan=plan)
+            model = uneven()
+            engine = engine_of(model, optimizer=make(model), plan=plan)
             for _ in range(4):
-                engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in (x, y)))
-                assert engine.step().stepped
-                engine.zero_grad()
-            start = Uneven().state_dict()
-            assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-12, still="spare")
+                plain.zero_grad()
+                F.mse_loss(plain(x), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                assert train_step(engine, *own_part(context, x, y)).stepped
+            start = uneven().state_dict()
+            assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-12, still="4.spare")
 
 
 UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]
@@ -204,7 +176,7 @@ UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]
 @family
 @pytest.mark.parametrize("layout", cases("uneven matrices", UNEVEN, ["fsdp2"], 1))
 def test_uneven_and_empty_shards(layout):
-    run_on_ranks(LAYOUTS[layout][0], __name__, "steps_uneven_shards", {"parallel": LAYOUTS[layout][1]})
+    on(layout, steps_uneven_shards)
 
 
 @on_ranks(2)
@@ -213,43 +185,29 @@ def test_sharded_runs_have_the_bits_of_runs_without(world):
     for make in (lamb, muon_and_adamw, plain_steps):
         expected = trained({}, make, 3, NAIVE)
         for layout in ("dp2 + zero1", "fsdp2"):
-            actual = trained(LAYOUTS[layout][1], make, 3, NAIVE)
-            assert all(torch.equal(value, expected[name]) for name, value in actual.items()), (make, layout)
+            assert_same_tensors(trained(LAYOUTS[layout][1], make, 3, NAIVE), expected)
 
 
 def states(optimizers):
-    return [
-        value.clone() if torch.is_tensor(value) else value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-    ]
+    values = [value for one in optimizers for state in one.state.values() for value in state.values()]
+    return {index: torch.as_tensor(value).clone() for index, value in enumerate(values)}
 
 
-def same(ones, others):
-    return all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(ones, others, strict=True))
-
-
-def num_state_elements(optimizer, key):
-    """Over the world."""
-    count = torch.tensor(sum(state[key].numel() for state in optimizer.state.values()))
-    dist.all_reduce(count)
-    return int(count)
-
-
-@pytest.mark.parametrize(("layout", "mode"), [("tp2", "16-mixed"), ("tp2", "16-naive"), ("fsdp2", "16-naive")])
+@pytest.mark.parametrize(("layout", "mode"), [("tp2", "16-mixed"), ("fsdp2", "16-naive")])
 @on_ranks(2)
 def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world, layout, mode):
     context, engine = start(LAYOUTS[layout][1], muon_and_adamw, NAIVE | {"mode": mode})
     with context:
         x, y = next(batches(1))
-        engine.forward_backward(x, y)
-        assert engine.step().stepped
-        muon, hidden = engine.optimizer[0], split(small_gpt(num_layers=2))[0]
+        assert train_step(engine, x, y).stepped
         # State is on the owners only, each of which has some.
-        assert muon.state
-        assert num_state_elements(muon, "momentum_buffer") == sum(one.numel() for one in hidden)
-        assert {state["momentum_buffer"].shape for state in muon.state.values()} <= {one.shape for one in hidden}
+        momenta = [state["momentum_buffer"] for state in engine.optimizer[0].state.values()]
+        hidden = split(small_gpt(num_layers=2))[0]
+        assert momenta
+        assert {one.shape for one in momenta} <= {one.shape for one in hidden}
+        num_elements = torch.tensor(sum(one.numel() for one in momenta))
+        dist.all_reduce(num_elements)
+        assert num_elements == sum(one.numel() for one in hidden)
         before, weights = states(engine.optimizer), engine.full_state_dict()
         for bad in range(2):
             engine.forward_backward(x, y)
@@ -258,61 +216,49 @@ def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world, layout, 
                 gradient._local_tensor.view(-1)[0] = float("inf")
             result = engine.step()
             assert (result.stepped, result.overflow) == (False, True)
-            assert same(states(engine.optimizer), before)
-            assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
-        engine.forward_backward(x, y)
-        assert engine.step().stepped
-        assert not same(states(engine.optimizer), before)
+            assert_same_tensors(states(engine.optimizer), before)
+            assert_same_tensors(engine.full_state_dict(), weights)
+        assert train_step(engine, x, y).stepped
+        after = states(engine.optimizer)
+        assert any(not torch.equal(value, after[index]) for index, value in before.items())
 
 
 def save(world, layout, make, path):
-    context, engine = start(LAYOUTS[layout][1], globals()[make], gradient_accumulation=1)
+    """The next losses of a run that saves."""
+    context, engine = start(LAYOUTS[layout][1], globals()[make])
     with context:
         train(engine, 3)
         engine.save(path)
         return train(engine, 3, first=3)
 
 
-def resume(world, layout, make, path, onwards=None):
-    """The next losses of a run that loads; it saves again first if ``onwards`` is a path."""
-    context, engine = start(LAYOUTS[layout][1] if layout else {}, globals()[make])
+def resume(world, layout, make, path):
+    """The next losses of a run that loads, and saves what it has loaded."""
+    context, engine = start(LAYOUTS[layout][1], globals()[make])
     with context:
         train(engine, 1, first=20)  # what it has done before does not matter
         engine.load(path)
-        if onwards:
-            engine.save(onwards)
+        engine.save(f"{path} again")
         return train(engine, 3, first=3)
 
 
-CHECKPOINTS = [(layout, make) for layout in LAYOUTS for make in ("muon_and_adamw", *MAKES)]
+EACH = ("muon_and_adamw", *MAKES)
+MOVES = [*((layout, "one", layout, EACH) for layout in LAYOUTS), ("fsdp2·tp2", "tp2", "dp2 + zero1", EACH[:2])]
+MOVES += [("tp2", "fsdp2·tp2", "fsdp2", EACH), ("dp2 + zero1", "hsdp2x2", "fsdp2", EACH)]
+MOVES += [("fsdp4", "fsdp2·pp2", "pp2·tp2", EACH)]
+PART = [("tp2", "one", "tp2", ("muon_and_adamw",)), ("fsdp2", "tp2", "one", ("muon_and_adamw", "lamb", "plain_steps"))]
 
 
 @family
-@pytest.mark.parametrize(
-    ("layout", "make"), cases("matrix checkpoints", CHECKPOINTS, [("tp2", "muon_and_adamw"), ("fsdp2", "lamb")], 1)
-)
-def test_checkpoints_go_to_one_process_and_back(layout, make, tmp_path):
-    there, back, options = str(tmp_path / "there"), str(tmp_path / "back"), {"layout": layout, "make": make}
-    size = LAYOUTS[layout][0]
-    expected = run_on_ranks(size, __name__, "save", options | {"path": there})[0]
-    tolerance = 1e-3 if "muon" in make else 1e-5
-    assert resume(None, None, make, there, onwards=back) == pytest.approx(expected, rel=tolerance)
-    assert run_on_ranks(size, __name__, "resume", options | {"path": back})[0] == pytest.approx(expected, rel=tolerance)
-
-
-MOVES = [("fsdp2·tp2", "tp2"), ("fsdp2·tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2"), ("dp2 + zero1", "hsdp2x2")]
-MOVES += [("fsdp4", "fsdp2·pp2"), ("hsdp2x2", "fsdp2"), ("fsdp2", "tp2")]
-
-
-@family
-@pytest.mark.parametrize(("before", "after"), cases("matrix moves", MOVES, [("fsdp2", "tp2")], 1))
-def test_checkpoints_go_to_other_layouts(before, after, tmp_path):
-    path = str(tmp_path / "saved")
-    for make, tolerance in (("muon_and_adamw", 1e-3), ("lamb", 1e-5), ("plain_steps", 1e-5)):
-        options = {"make": make, "path": path}
-        expected = run_on_ranks(LAYOUTS[before][0], __name__, "save", options | {"layout": before})[0]
-        actual = run_on_ranks(LAYOUTS[after][0], __name__, "resume", options | {"layout": after})[0]
-        assert actual == pytest.approx(expected, rel=tolerance), make
+@pytest.mark.parametrize(("first", "second", "third", "makes"), cases("matrix moves", [*PART, *MOVES], PART, 1))
+def test_checkpoints_go_to_one_process_and_other_layouts(first, second, third, makes, tmp_path):
+    for make in makes:
+        path, tolerance = str(tmp_path / make), 1e-3 if "muon" in make else 1e-5
+        expected = on(first, save, make=make, path=path)
+        for layout in (second, third):
+            actual = on(layout, resume, make=make, path=path)
+            assert actual == pytest.approx(expected, rel=tolerance), (make, layout)
+            path += " again"
 
 
 @on_ranks(2)
@@ -351,29 +297,28 @@ def test_a_step_exchanges_matrices_once(world, layout):
 
 
 REPLICAS = {
-    "dp2·tp2": {"tensor": 2},
-    "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
-    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
-    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
+    "dp2·tp2": {"optimizer state"},
+    "dp2·tp2 + zero1": set(),
+    "hsdp2x2": {"optimizer state"},
+    "fsdp2·tp2": set(),
 }
 
 
 @family
 @pytest.mark.parametrize("layout", cases("matrix replicas", list(REPLICAS), ["dp2·tp2"], 1))
 def test_replicas_of_owners_are_compared(layout):
-    run_on_ranks(4, __name__, "replicas", {"layout": layout})
+    on(layout, replicas)
 
 
 def replicas(world, layout):
     """Of sharded weights, and of norms, of which tensor ranks have copies."""
-    context, engine = start(REPLICAS[layout], lamb)
+    context, engine = start(LAYOUTS[layout][1], lamb)
     with context:
         train(engine, 2)
         assert engine.check_replicas() == []
         if context.rank >= 2:
-            next(iter(engine.optimizer.state.values()))["first"].view(-1)[0] += 1
-        kinds = {found.kind for found in engine.check_replicas()}
-        assert kinds == ({"optimizer state"} if layout in ("dp2·tp2", "hsdp2x2") else set())
+            next(iter(engine.optimizer[0].state.values()))["first"].view(-1)[0] += 1
+        assert {found.kind for found in engine.check_replicas()} == REPLICAS[layout]
 
 
 # ----------------------------------------------------------------------------------------------------- the trial
@@ -383,9 +328,8 @@ class Warm(torch.optim.AdamW):
     """A subclass is tried too."""
 
 
-def model_and(kind, **options):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    return kind(model.parameters(), **options)
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
 
 KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
@@ -394,27 +338,21 @@ KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", [Elementwise, Warm, *KNOWN], ids=lambda kind: kind.__name__)
 def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
     monkeypatch.setattr("paramp.optim.matrices.trial.ELEMENTWISE", set())
-    optimizer = model_and(kind)
-    before = [parameter.clone() for group in optimizer.param_groups for parameter in group["params"]]
+    model = two_layers()
+    optimizer, before = kind(model.parameters()), {name: one.clone() for name, one in model.state_dict().items()}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)  # a warmup from 0
     random = torch.get_rng_state()
     assert not needs_whole_matrices(optimizer, CPU)
     assert torch.equal(torch.get_rng_state(), random)
     assert schedule.get_last_lr() == [0.0]
-    after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert same(before, after)
+    assert_same_tensors(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("kind", [Lamb, OfMatricesOnly, Random, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
-def test_others_are_found(kind):
-    assert needs_whole_matrices(model_and(kind), CPU)
-
-
-def test_muon_and_what_cannot_be_tried_get_whole_matrices():
-    model = nn.Sequential(nn.Linear(4, 8, bias=False))
-    assert needs_whole_matrices(torch.optim.Muon(model.parameters()), CPU)
-    two = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-    assert needs_whole_matrices(Named(two, names=["0.weight", "1.weight"]), CPU)
+def test_others_and_what_cannot_be_tried_get_whole_matrices():
+    for kind in (Lamb, OfMatricesOnly, Random, torch.optim.Adafactor):
+        assert needs_whole_matrices(kind(two_layers().parameters()), CPU), kind
+    assert needs_whole_matrices(torch.optim.Muon(nn.Linear(4, 8, bias=False).parameters()), CPU)
+    assert needs_whole_matrices(Named(two_layers(), names=["0.weight", "1.weight"]), CPU)
 
 
 def test_each_number_of_dims_is_tried():
@@ -430,23 +368,21 @@ def test_each_number_of_dims_is_tried():
 
 
 def test_a_trial_has_four_steps_of_a_small_matrix():
-    class Seen(Lamb):
-        shapes, most = set(), 0
-
+    class Seen(Elementwise):
         def step_one(self, parameter, group, state):
             super().step_one(parameter, group, state)
-            Seen.shapes.add(tuple(parameter.shape))
-            Seen.most = max(Seen.most, state["step"])
+            shapes.add(tuple(parameter.shape))
+            steps.add(state["step"])
 
-    for layer, shape in ((nn.Linear(2, 2, bias=False), (256, 320)), (nn.Conv1d(2, 2, 2, bias=False), (256, 160, 2))):
-        Seen.shapes = set()
-        assert needs_whole_matrices(Seen(layer.parameters()), CPU)
-        assert max(Seen.shapes) == shape
-        assert Seen.most == 4
-    Seen.shapes = set()
-    Seen.ratio = lambda *_: 1.0
-    assert not needs_whole_matrices(Seen([nn.Parameter(torch.ones(3))]), CPU)
-    assert max(Seen.shapes) == (256 * 320,)
+    for layer, shape in (
+        (nn.Linear(2, 2, bias=False), (256, 320)),
+        (nn.Conv1d(2, 2, 2, bias=False), (256, 160, 2)),
+        (nn.LayerNorm(3), (256 * 320,)),
+    ):
+        shapes, steps = set(), set()
+        assert not needs_whole_matrices(Seen(layer.parameters()), CPU)
+        assert shape in shapes
+        assert (max(map(math.prod, shapes)), max(steps)) == (256 * 320, 4)
 
 
 def test_options_of_every_group_are_tried():
@@ -458,11 +394,9 @@ def test_options_of_every_group_are_tried():
         def ratio(self, parameter, update):
             return super().ratio(parameter, update) if self.whole else 1.0
 
-    def groups(*whole):
-        return [{"params": nn.Linear(2, 2).parameters(), "whole": one, "lr": 0.0} for one in whole]
-
-    assert not needs_whole_matrices(Either(groups(False, False)), CPU)
-    assert needs_whole_matrices(Either(groups(False, True)), CPU)
+    for second in (False, True):
+        groups = [{"params": nn.Linear(2, 2).parameters(), "whole": one, "lr": 0.0} for one in (False, second)]
+        assert needs_whole_matrices(Either(groups), CPU) is second
 
 
 @on_ranks(2)
@@ -480,45 +414,46 @@ def test_owners_have_about_equal_loads():
 
 # -------------------------------------------------------------------------------------------- several optimizers
 
+decaying = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
 
-def linear(**options):
+
+def linear():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
-    return model, first, second
+    return model, *(sgd(layer.parameters()) for layer in model)
 
 
-def test_each_parameter_is_in_one_optimizer():
+def test_optimizers_and_schedulers_that_do_not_fit():
     model, first, second = linear()
-    other = torch.optim.AdamW([model[1].bias])
-    for given, message in (
-        ((first, second, other), r"'1\.bias' is a parameter of optimizers 1 and 2 \(SGD and AdamW\)"),
-        ((first, other), r"'1\.weight' are in none of the 2 optimizers"),
-        ((first, first), "one SGD twice"),
-        ((), "an empty sequence"),
-        ((first, model[1].parameters()), "expected an optimizer, a sequence of them, or a callable"),
-        (lambda parameters: [], "an empty sequence"),
-    ):
+    other, both = torch.optim.AdamW([model[1].bias]), (first, second)
+    for message, (optimizers, schedulers) in {
+        r"'1\.bias' is a parameter of optimizers 1 and 2 \(SGD and AdamW\)": ((first, second, other), None),
+        r"'1\.weight' are in none of the 2 optimizers": ((first, other), None),
+        "one SGD twice": ((first, first), None),
+        "optimizer: .*an empty sequence": ((), None),
+        "expected an optimizer, a sequence of them, or a callable": ((first, model[1].parameters()), None),
+        "an empty sequence": (lambda parameters: [], None),
+        "two schedulers of one optimizer": (both, [decaying(first), decaying(first)]),
+        "steps another optimizer": (both, [decaying(sgd(model.parameters()))]),
+        "expected a scheduler, a callable": (both, [decaying]),
+    }.items():
         with paramp.launch_from_torch(), pytest.raises(paramp.ConfigError, match=message):
-            paramp.initialize(model, given, F.mse_loss)
+            engine_of(model, optimizer=optimizers, lr_scheduler=schedulers)
 
 
 def test_parameters_in_none_stay():
     model, first, _ = linear()
     with paramp.launch_from_torch():
-        engine, *_ = paramp.initialize(model, [first], F.mse_loss)
+        engine = engine_of(model, optimizer=[first])
         assert engine.optimizer == (first,)
         before = engine.full_state_dict()
-        engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
-        engine.step()
+        train_step(engine, torch.ones(2, 4))
         changed = {name for name, value in engine.full_state_dict().items() if not torch.equal(value, before[name])}
         assert changed == {"0.weight", "0.bias"}
 
 
 def test_the_optimizers_methods_are_the_engines():
     with paramp.launch_from_torch():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        make = lambda parameters: [torch.optim.SGD([one], lr=0.1) for one in parameters]  # noqa: E731
-        engine, *_ = paramp.initialize(model, make, F.mse_loss)
+        engine = engine_of(linear()[0], optimizer=lambda parameters: [sgd([one]) for one in parameters])
         engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
         engine.optimizer[2].zero_grad()
         assert not any(parameter.grad.any() for parameter in engine.parameters())
@@ -526,50 +461,35 @@ def test_the_optimizers_methods_are_the_engines():
             engine.optimizer[3].step()
 
 
-def test_schedulers_of_several_optimizers_advance_together():
-    make = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    for several in (False, True):
-        model, first, second = linear()
-        given = [make(second), make(first)] if several else make
-        with paramp.launch_from_torch():
-            engine, _, _, schedule = paramp.initialize(model, [first, second], F.mse_loss, lr_scheduler=given)
-            for expected in (0.05, 0.025):
-                engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
-                schedule.step()  # before the engine's step, it waits
-                engine.step()
-                schedule.step()
-                assert schedule.get_last_lr() == pytest.approx([expected] * 2)
-            state = schedule.state_dict()
-            first.param_groups[0]["lr"] = second.param_groups[0]["lr"] = 1.0
-            schedule.schedulers[0].last_epoch = 7
-            schedule.load_state_dict(state)
-            assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
-            schedule.schedulers[0].gamma = 0.25
-            assert (schedule.gamma, schedule.schedulers[1].gamma) == (0.25, 0.5)  # others are the first one's
-            with pytest.raises(paramp.ConfigError, match="the states of 1 schedulers, expected those of 2"):
-                schedule.load_state_dict(make(first).state_dict())
-
-
-def test_schedulers_that_do_not_fit_the_optimizers():
-    make = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+@pytest.mark.parametrize("several", [False, True])
+def test_schedulers_of_several_optimizers_advance_together(several):
     model, first, second = linear()
-    for given, message in (
-        ([make(first), make(first)], "two schedulers of one optimizer"),
-        ([make(torch.optim.SGD(model.parameters(), lr=0.1))], "steps another optimizer"),
-        ([make], "expected a scheduler, a callable"),
-    ):
-        with paramp.launch_from_torch(), pytest.raises(paramp.ConfigError, match=message):
-            paramp.initialize(model, [first, second], F.mse_loss, lr_scheduler=given)
+    given = [decaying(second), decaying(first)] if several else decaying
+    with paramp.launch_from_torch():
+        engine, _, _, schedule = paramp.initialize(model, [first, second], F.mse_loss, lr_scheduler=given)
+        for expected in (0.05, 0.025):
+            engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
+            schedule.step()  # before the engine's step, it waits
+            engine.step()
+            schedule.step()
+            assert schedule.get_last_lr() == pytest.approx([expected] * 2)
+        state = schedule.state_dict()
+        first.param_groups[0]["lr"] = second.param_groups[0]["lr"] = 1.0
+        schedule.schedulers[0].last_epoch = 7
+        schedule.load_state_dict(state)
+        assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
+        schedule.schedulers[0].gamma = 0.25
+        assert (schedule.gamma, schedule.schedulers[1].gamma) == (0.25, 0.5)  # others are the first one's
+        with pytest.raises(paramp.ConfigError, match="the states of 1 schedulers, expected those of 2"):
+            schedule.load_state_dict(decaying(first).state_dict())
 
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
     with paramp.launch_from_torch():
-        model, first, second = linear()
-        engine, *_ = paramp.initialize(model, [first, second], F.mse_loss)
-        engine.save(tmp_path / "saved")
-        model, first, second = linear()
-        adamw = torch.optim.AdamW(model[1].parameters())
-        engine, *_ = paramp.initialize(model, [first, adamw], F.mse_loss)
+        model, *optimizers = linear()
+        engine_of(model, optimizer=optimizers).save(tmp_path / "saved")
+        model, first, _ = linear()
+        engine = engine_of(model, optimizer=[first, torch.optim.AdamW(model[1].parameters())])
         message = r"got SGD \(1 groups\), AdamW \(1 groups\), expected the checkpoint's SGD \(1 groups\), SGD"
         with pytest.raises(paramp.CheckpointError, match=message):
             engine.load(tmp_path / "saved")

@@ -1,15 +1,16 @@
 """optimizer_state="bf16": its mean, the same bits in every layout, and checkpoints between layouts and formats."""
 
 import copy
+import functools
 import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from families import SEED, WHOLE, cases, family
 from lamb import Elementwise
 from pool import on_ranks, run_on_ranks, shared_folder
-from reference import batches, local, rank_slice, small_gpt
+from reference import batches, local, small_gpt
+from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
@@ -26,22 +27,17 @@ HALF = {"precision": "bf16-true", "rounding": "stochastic"}
 TIED = ["embedding.tokens.weight", "head.weight"]
 """One parameter, in a pipeline on two stages."""
 
-# ------------------------------------------------------------------------------------------------------- the mean
-
 
 def second_moments(config, **options):
     """AdamW's second moment of 4096 weights, all with the same gradients, after each step."""
     with paramp.launch_from_torch(config):
-        model = nn.Linear(64, 64, bias=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
-        engine, *_ = paramp.initialize(model, optimizer, lambda output, _: output.mean())
-        (stepped,) = optimizer.param_groups[0]["params"]
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **options)
+        engine = engine_of(nn.Linear(64, 64, bias=False), lambda output, _: output.mean(), adamw)
         found = []
         for value in [4.0] * 10 + [0.1] * 50:
-            engine.forward_backward(torch.full((4, 64), 64 * value), torch.zeros(4))
-            engine.step()
-            engine.zero_grad()
-            found.append(optimizer.state[stepped]["exp_avg_sq"].clone())
+            train_step(engine, torch.full((4, 64), 64 * value))
+            (state,) = engine.optimizer.state.values()
+            found.append(state["exp_avg_sq"].clone())
         return found
 
 
@@ -96,6 +92,10 @@ def test_what_rounding_costs_moments_of_normal_gradients():
     assert noise(exact, stochastic) == pytest.approx(0.005, abs=0.001)
 
 
+def dtypes(states):
+    return {value.dtype for state in states.values() for value in state.values() if value.ndim}
+
+
 WITH_BF16_STATE = [mode for mode in PRESETS if mode != "64-true"]
 IN_FLOAT8 = [mode for mode in WITH_BF16_STATE if PRESETS[mode].float8]
 
@@ -109,18 +109,11 @@ def test_every_mode_but_64_true_stores_it_in_bf16(mode):
         pytest.skip(find_torchao().reason)
     with warnings.catch_warnings(), paramp.launch_from_torch({"precision": mode} | BF16):
         warnings.simplefilter("ignore")  # that float8 is emulated
-        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
-        engine, *_ = paramp.initialize(model, optimizer, F.mse_loss)
+        adamw = functools.partial(torch.optim.AdamW, eps=1e-4)
+        engine = engine_of(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), optimizer=adamw)
         for _ in range(2):
-            engine.forward_backward(torch.ones(16, 16), torch.zeros(16, 16))
-            assert engine.step().stepped
-            engine.zero_grad()
-        kinds = {value.dtype for state in optimizer.state.values() for value in state.values() if value.ndim}
-        assert kinds == {torch.bfloat16}
-
-
-# ------------------------------------------------------------------------------------------------- bits of layouts
+            assert train_step(engine, torch.ones(16, 16), torch.zeros(16, 16)).stepped
+        assert dtypes(engine.optimizer.state) == {torch.bfloat16}
 
 
 def gradients_at(step):
@@ -155,24 +148,28 @@ MAKES = {
 }
 LAYOUTS = {
     "dp2": {},
+    "dp2 + zero1": {"zero": 1},
     "fsdp2": {"data": {"shard": 2}},
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
 }
 
 
+def new_engine(make):
+    model = small_gpt(num_layers=2)
+    return engine_of(model, model.loss, MAKES[make](model))
+
+
 def save(world, layout, make, path, **config):
     """Save after three steps with gradients made by hand; the second is skipped, as one is infinite."""
     with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
-        model = small_gpt(num_layers=2)
-        engine, *_ = paramp.initialize(model, MAKES[make](model), model.loss)
-        for step, (x, y) in enumerate(batches(3)):
-            engine.forward_backward(*(rank_slice(one, context.dp.rank, context.dp.size) for one in (x, y)))
+        engine = new_engine(make)
+        for step, batch in enumerate(batches(3)):
+            engine.forward_backward(*own_part(context, *batch))
             set_gradients(engine, gradients_at(step))
             if step == 1:
                 local(next(iter(engine.parameters())).grad).view(-1)[0] = float("inf")
             assert engine.step().stepped == (step != 1)
-            engine.zero_grad()
         assert engine.check_replicas() == []
         engine.save(path)
 
@@ -180,7 +177,8 @@ def save(world, layout, make, path, **config):
 def set_gradients(engine, whole):
     """Set this rank's terms of the gradients ``whole``."""
     context = engine.context
-    terms = 1 if context.config.parallel.shard > 1 else context.dp.size  # shards hold sums over data ranks
+    # Shards hold sums over data ranks, and what ZeRO has reduced too.
+    terms = 1 if context.config.parallel.shard > 1 or context.config.parallel.zero else context.dp.size
     for name, value in engine.named_parameters():
         tied = context.pp.size > 1 and name in TIED  # and summed over both stages
         gradient = whole[TIED[0] if tied else name].view(value.shape) / (terms * (1 + tied))
@@ -197,10 +195,8 @@ def tensors(path, prefixes=("model.", "optimizer.")):
 
 
 def check_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype is value.dtype, name
-        assert torch.equal(found[name], value), name
+    assert_same_tensors(found, expected)
+    assert {name: value.dtype for name, value in found.items()} == {name: one.dtype for name, one in expected.items()}
 
 
 @pytest.mark.parametrize("config", [{}, HALF, {"precision": "bf16-naive", "masters": "remainder"}])
@@ -236,29 +232,15 @@ def save_all(world, make, folder):
 def run(layout, make, steps, load=None, save=None, first=0, **config):
     """Losses of ``steps`` steps of a run that saves before the last five of them."""
     with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
-        model = small_gpt(num_layers=2)
-        engine, *_ = paramp.initialize(model, MAKES[make](model), model.loss)
+        engine = new_engine(make)
         if load:
             engine.load(load)
         losses = []
         for step, batch in list(enumerate(batches(first + steps)))[first:]:
             if save and step == first + steps - 5:
                 engine.save(save)
-            x, y = (rank_slice(one, context.dp.rank, context.dp.size) for one in batch)
-            losses.append(engine.forward_backward(x, y).item())
-            engine.step()
-            engine.zero_grad()
+            losses.append(train_step(engine, *own_part(context, *batch)).loss)
         return losses
-
-
-@family
-@on_ranks(2)
-@pytest.mark.parametrize("make", cases("state under ZeRO", list(MAKES)[1:], ["AdamW"], 1))
-def test_zero_has_the_bits_of_data_parallelism(world, make):
-    folder = shared_folder()
-    for zero in (0, 1):
-        run({"zero": zero}, make, 7, save=folder / str(zero), **HALF if make == "AdamW" else {})
-    check_same(tensors(folder / "1"), tensors(folder / "0"))
 
 
 @family
@@ -275,9 +257,6 @@ def test_a_run_goes_on_in_another_layout(world, make):
         assert run(layout, make, 5, load=path, first=3, **config) == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ formats, refusals
-
-
 @family
 @pytest.mark.parametrize("make", cases("state formats", ["AdamW", "Muon"], ["Muon"], 1))
 def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
@@ -286,30 +265,24 @@ def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
         there, back = tmp_path / saved, tmp_path / f"{saved} as {loaded}"
         run({}, make, 5 + 2, save=there, optimizer_state=saved)
         run({}, make, 5, load=there, save=back, optimizer_state=loaded)
-        expected = {
-            name: value.to({"full": torch.float32, "bf16": torch.bfloat16}[loaded])
-            if name.startswith("optimizer.") and value.ndim
-            else value
-            for name, value in tensors(there).items()
-        }
+        expected, dtype = tensors(there), {"full": torch.float32, "bf16": torch.bfloat16}[loaded]
+        state = {name: value for name, value in expected.items() if name.startswith("optimizer.") and value.ndim}
+        expected |= {name: value.to(dtype) for name, value in state.items()}
         check_same(tensors(back), expected)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
 def test_state_that_the_user_loads_is_stored_in_bf16(make):
     with paramp.launch_from_torch(BF16):
-        model = nn.Linear(4, 4)
-        engine, *_ = paramp.initialize(model, make(model.parameters()), F.mse_loss)
+        engine = engine_of(nn.Linear(4, 4), optimizer=make)
         for _ in range(2):
-            engine.forward_backward(torch.randn(2, 4), torch.zeros(2, 4))
-            engine.step()
-            engine.zero_grad()
+            train_step(engine, torch.randn(2, 4), torch.zeros(2, 4))
             before = copy.deepcopy(engine.optimizer.state_dict())
             engine.optimizer.load_state_dict(before)
             after = engine.optimizer.state_dict()["state"]
             for index, state in before["state"].items():
                 check_same(after[index], state)
-                assert {value.dtype for value in state.values() if value.ndim} == {torch.bfloat16}
+            assert dtypes(after) == {torch.bfloat16}
 
 
 class ScheduleFree(Elementwise):
@@ -322,32 +295,32 @@ class ScheduleFree(Elementwise):
         parameter.lerp_(state["stepped"], 1 / state["count"])
 
 
-REFUSED = (
-    ("32-true", torch.optim.ASGD, "ASGD keeps weights in its state"),
-    ("bf16-naive", ScheduleFree, "ScheduleFree keeps weights in its state"),
-    ("32-true", lambda parameters: torch.optim.RMSprop(parameters, centered=True), "subtracts states"),
-    ("32-true", torch.optim.Adafactor, "Adafactor needs whole matrices"),
-    ("bf16-true", lambda parameters: torch.optim.AdamW(parameters, eps=1e-4, foreach=True), "foreach=True is set"),
-    ("16-true", lambda parameters: torch.optim.NAdam(parameters, eps=1e-4), "NAdam is not one of"),
-)
+REFUSED = {
+    "ASGD keeps weights in its state": ("32-true", torch.optim.ASGD),
+    "ScheduleFree keeps weights in its state": ("bf16-naive", ScheduleFree),
+    "subtracts states": ("32-true", functools.partial(torch.optim.RMSprop, centered=True)),
+    "Adafactor needs whole matrices": ("32-true", torch.optim.Adafactor),
+    "foreach=True is set": ("bf16-true", functools.partial(torch.optim.AdamW, eps=1e-4, foreach=True)),
+    "NAdam is not one of": ("16-true", functools.partial(torch.optim.NAdam, eps=1e-4)),
+}
 
 
-@pytest.mark.parametrize(("mode", "make", "message"), REFUSED)
-def test_what_cannot_be_rounded_is_refused(mode, make, message):
-    with paramp.launch_from_torch({"precision": mode} | BF16):
-        model = nn.Linear(4, 4)
-        with pytest.raises(paramp.ConfigError, match=f"optimizer_state: got 'bf16', expected 'full'.*{message}"):
-            paramp.initialize(model, make(model.parameters()), F.mse_loss)
+def test_what_cannot_be_rounded_is_refused():
+    for message, (mode, make) in REFUSED.items():
+        found = f"optimizer_state: got 'bf16', expected 'full'.*{message}"
+        with paramp.launch_from_torch({"precision": mode} | BF16), pytest.raises(paramp.ConfigError, match=found):
+            engine_of(nn.Linear(4, 4), optimizer=make)
 
 
 def test_the_setting_is_checked():
-    for mode, value, message in (
-        ("64-true", "bf16", "expected 'full', because 64-true"),
-        ("32-true", "fp8", "expected 'full'"),
-    ):
-        with pytest.raises(paramp.ConfigError, match=f"optimizer_state: got '{value}', {message}"):
-            paramp.Config(precision=mode, optimizer_state=value)
-    assert paramp.Config(precision={"mode": "16-naive", "optimizer_state": "bf16"}).precision.optimizer_state == "bf16"
-    model, mode = nn.Linear(4, 4), {"mode": "16-naive", "optimizer_state": "bf16"}
+    for message, options in {
+        "got 'bf16', expected 'full', because 64-true": {"precision": "64-true", "optimizer_state": "bf16"},
+        "got 'fp8', expected 'full'": {"precision": "32-true", "optimizer_state": "fp8"},
+    }.items():
+        with pytest.raises(paramp.ConfigError, match=f"optimizer_state: {message}"):
+            paramp.Config(**options)
+    mode = {"mode": "16-naive", "optimizer_state": "bf16"}
+    assert paramp.Config(precision=mode).precision.optimizer_state == "bf16"
+    model = nn.Linear(4, 4)
     with pytest.raises(paramp.ConfigError, match="optimizer_state: got 'bf16', expected 'full'"):
         convert_to_amp(model, torch.optim.AdamW(model.parameters()), None, mode)

@@ -4,9 +4,10 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from beside_plain import plain_step, randn
 from pool import on_ranks
 from reference import assert_trained
+from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
@@ -32,12 +33,6 @@ def assign(module):
     module.load_state_dict(new_values(module), assign=True)
 
 
-def set_parameters(module):
-    for name, value in new_values(module).items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(value))
-
-
 def set_modules(module):
     for name, value in new_values(module).items():
         owner, _, leaf = name.rpartition(".")
@@ -51,14 +46,14 @@ def in_place(module):
     module.load_state_dict(new_values(module))
 
 
-X, Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(4)), torch.ones(4, 4)
+X, Y = randn(4, 4, seed=4), torch.ones(4, 4)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def trained(replace, precision, *, loop="forward_backward", parallel=None, masters=None):
+def trained(replace, *, loop="forward_backward", **config):
     """The whole model after a step, ``replace``, and two more."""
-    with paramp.launch_from_torch({"precision": precision, "parallel": parallel or {}, "masters": masters}):
-        model = net()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), F.mse_loss)
+    with paramp.launch_from_torch(config):
+        engine = engine_of(net(), optimizer=sgd)
         for step in range(3):
             if step == 1:
                 replace(engine.module)
@@ -67,23 +62,19 @@ def trained(replace, precision, *, loop="forward_backward", parallel=None, maste
             else:
                 engine.backward(engine.criterion(engine(X), Y))
             assert engine.step().stepped
-            engine.zero_grad()
         return engine.full_state_dict()
 
 
 @pytest.mark.parametrize("loop", ["forward_backward", "engine(x)"])
-@pytest.mark.parametrize("replace", [assign, set_parameters, set_modules])
+@pytest.mark.parametrize("replace", [assign, set_modules])
 def test_new_parameters_are_trained_from_their_values(replace, loop):
-    actual = trained(replace, "32-true", loop=loop)
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model.parameters())
     for step in range(3):
         if step == 1:
             in_place(model)
-        optimizer.zero_grad()
-        F.mse_loss(model(X), Y).backward()
-        optimizer.step()
-    assert_trained(actual, model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
+        plain_step(model, optimizer, X, Y)
+    assert_trained(trained(replace, loop=loop), model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", NAIVE], ids=str)
@@ -92,10 +83,9 @@ def test_new_parameters_between_backward_and_step_are_stepped(precision):
     x = torch.ones(3, 4)
     with paramp.launch_from_torch({"precision": precision}, device="cpu"):
         model = net()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), F.mse_loss)
+        engine = engine_of(model, optimizer=functools.partial(torch.optim.SGD, lr=0.5))
         engine.forward_backward(x, x)
-        gradients = {name: one.grad.float() / 4.0 ** (precision is NAIVE) for name, one in model.named_parameters()}
-        gradients = {name: one.clone() for name, one in gradients.items()}
+        gradients = {name: one.grad.float() / engine.scaler.get_scale() for name, one in model.named_parameters()}
         assign(model)
         expected = {name: one.detach().float() - 0.5 * gradients[name] for name, one in model.named_parameters()}
         assert engine.step().stepped
@@ -107,8 +97,7 @@ def test_with_masters_zero_and_pipelines(world):
     for precision, masters in ((NAIVE, "full"), ({"mode": "bf16-naive"}, "remainder")):
         for parallel in ({"zero": 1}, {"pipeline": {"size": 2, "microbatches": 2}}):
             options = {"precision": precision, "masters": masters, "parallel": parallel}
-            actual, expected = trained(assign, **options), trained(in_place, **options)
-            assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+            assert_same_tensors(trained(assign, **options), trained(in_place, **options))
 
 
 def uneven_net():
@@ -119,48 +108,30 @@ def uneven_net():
     return model
 
 
+def moved(module, **options):
+    """Load other values into it."""
+    values = {name: value * 0.5 + 1.0 for name, value in module.state_dict().items()}
+    module.load_state_dict(values, **options)
+
+
 @on_ranks(2)
 def test_shards_that_were_replaced_are_trained_and_gathered(world):
     """``fully_shard`` has a hook on loads, which would gather the replacements ever after."""
-    target = torch.ones(4, 1)
-
-    def steps(run, model, replace):
+    target, plain = torch.ones(4, 1), uneven_net()
+    optimizer = sgd([one for one in plain.parameters() if one.requires_grad])
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        model = uneven_net()
+        engine = engine_of(model, optimizer=sgd([one for one in model.parameters() if one.requires_grad]))
         for step in range(4):
             if step == 1:
-                replace(1.0)
-            run()
+                moved(plain)
+                moved(engine.module, assign=True)
+            plain_step(plain, optimizer, X, target)
+            assert train_step(engine, *own_part(context, X, target)).stepped
             if step == 2:
                 with torch.no_grad():
-                    for one in model[2].parameters():
+                    for one in (*plain[2].parameters(), *engine.module[2].parameters()):
                         one.mul_(0.5)  # what is frozen is gathered from its own memory too
-
-    def replace(engine, factor):
-        values = {name: value * 0.5 + factor for name, value in engine.module.state_dict().items()}
-        engine.module.load_state_dict(values, assign=True)
-
-    plain = uneven_net()
-    optimizer = torch.optim.SGD([one for one in plain.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
-
-    def plain_step():
-        optimizer.zero_grad()
-        F.mse_loss(plain(X), target).backward()
-        optimizer.step()
-
-    def in_plain(factor):
-        plain.load_state_dict({name: value * 0.5 + factor for name, value in plain.state_dict().items()})
-
-    steps(plain_step, plain, in_plain)
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}):
-        model = uneven_net()
-        sgd = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
-        engine, *_ = paramp.initialize(model, sgd, F.mse_loss)
-
-        def engine_step():
-            engine.forward_backward(X.chunk(2)[world.rank], target.chunk(2)[world.rank])
-            assert engine.step().stepped
-            engine.zero_grad()
-
-        steps(engine_step, engine.module, functools.partial(replace, engine))
         actual = engine.full_state_dict()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6, msg=name)
@@ -171,9 +142,8 @@ def test_a_checkpoint_holds_the_new_values(tmp_path):
         model = net()
         for frozen in model[0].parameters():
             frozen.requires_grad_(False)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model[2].parameters(), lr=0.1), F.mse_loss)
-        engine.forward_backward(X, Y)
-        engine.step()
+        engine = engine_of(model, optimizer=sgd(model[2].parameters()))
+        train_step(engine, X, Y)
         assign(engine.module)
         expected = {name: value.float() for name, value in new_values(model).items()}
         engine.save(tmp_path / "checkpoint")
@@ -191,23 +161,20 @@ def tied():
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "message"),
-    [
-        ("0.bias", torch.zeros(5), r"'0.bias' was replaced .* shape \(5,\) and torch.float16.* own has shape \(4,\)"),
-        ("0.bias", torch.zeros(4), r"'0.bias' was replaced .* torch.float32, .* torch.float16"),
-        ("0.weight", torch.zeros(4, 4), r"'0.weight' and '1.weight' are one parameter"),
-    ],
-)
-def test_what_does_not_agree_is_an_error(name, new, message):
-    with paramp.launch_from_torch({"precision": NAIVE}):
-        model = tied()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        set_parameter = nn.Parameter(new if "float32" in message else new.half())
-        owner, _, leaf = name.rpartition(".")
-        setattr(engine.module.get_submodule(owner), leaf, set_parameter)
-        with pytest.raises(RuntimeError, match=message):
-            engine.forward_backward(X, Y)
+def test_what_does_not_agree_is_an_error():
+    for message, (name, new) in {
+        r"'0.bias' was replaced .* shape \(5,\) and torch.float16.* own has shape \(4,\)": (
+            "0.bias",
+            torch.zeros(5).half(),
+        ),
+        r"'0.bias' was replaced .* torch.float32, .* torch.float16": ("0.bias", torch.zeros(4)),
+        r"'0.weight' and '1.weight' are one parameter": ("0.weight", torch.zeros(4, 4).half()),
+    }.items():
+        with paramp.launch_from_torch({"precision": NAIVE}):
+            engine = engine_of(tied())
+            setattr(engine.module[0], name.removeprefix("0."), nn.Parameter(new))
+            with pytest.raises(RuntimeError, match=message):
+                engine.forward_backward(X, Y)
 
 
 def one_step(engine, **options):
@@ -218,8 +185,7 @@ def one_step(engine, **options):
 @on_ranks(2)
 def test_what_does_not_agree_on_one_stage_is_an_error_on_all(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
-        model = net()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine = engine_of(net())
         one_step(engine)  # before the first one stages try out what they exchange, and would fail in that
         layer = engine.module.get_submodule("0" if world.rank == 0 else "2")
         for return_loss in (True, False):
@@ -234,10 +200,9 @@ def test_what_does_not_agree_on_one_stage_is_an_error_on_all(world):
 def test_tied_parameters_stay_tied():
     with paramp.launch_from_torch():
         model = tied()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine = engine_of(model)
         values = {**new_values(model), "1.weight": new_values(model)["0.weight"]}
         model.load_state_dict(values, assign=True)
-        engine.forward_backward(X, Y)
-        assert engine.step().stepped
+        assert one_step(engine).stepped
         assert model[0].weight is model[1].weight
         assert not torch.equal(model[0].weight, values["0.weight"])

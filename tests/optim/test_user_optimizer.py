@@ -1,37 +1,28 @@
 """The user's optimizer in an engine: what trainers call on it."""
 
 import copy
+import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+from beside_plain import randn, seeded, train_both
+from counting import Operators
 from families import cases, family
 from pool import on_ranks
-from reference import assert_trained, batches, plain_fp32_training, rank_slice, small_gpt
+from reference import assert_trained, batches, plain_fp32_training, small_gpt
+from small_engines import engine_of, everywhere, own_part, sgd, train_step
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 
 MODES = ("32-true", "16-mixed", {"mode": "16-naive", "init_scale": 4.0}, "bf16-true")
 
-MAKES = (
-    lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
-)
-
-
-def linear():
-    torch.manual_seed(0)
-    return nn.Linear(4, 4)
-
 
 def trained(clear, config, optimizer):
     """Weights after steps between which gradients are cleared by ``clear``, once after a backward of no use."""
     with paramp.launch_from_torch(config):
-        engine, *_ = paramp.initialize(linear(), optimizer, F.mse_loss)
+        engine = engine_of(seeded(nn.Linear, 4, 4), optimizer=optimizer)
         for step in range(3):
             if step == 1:
                 engine.forward_backward(torch.full((2, 4), 9.0), torch.ones(2, 4))
@@ -46,30 +37,15 @@ def trained(clear, config, optimizer):
         return engine.full_state_dict()
 
 
+@pytest.mark.parametrize("make", [sgd, functools.partial(sgd, foreach=True)], ids=["fused", "own step"])
 @on_ranks(2)
-def test_the_optimizers_zero_grad_is_the_engines(world):
+def test_the_optimizers_zero_grad_is_the_engines(world, make):
     for mode in MODES:
         for parallel in ({}, {"zero": 1}):
-            for make in MAKES:
-                config = {"precision": mode, "parallel": parallel}
-                expected = trained(lambda engine: engine.zero_grad(), config, make)
-                actual = trained(lambda engine: engine.optimizer.zero_grad(set_to_none=False), config, make)
-                assert_trained(actual, expected, linear().state_dict())
-
-
-def test_an_unfinished_window_accumulates_under_either():
-    norms = []
-    for clear in (lambda engine: engine.zero_grad(), lambda engine: engine.optimizer.zero_grad()):
-        with paramp.launch_from_torch({"gradient_accumulation": 2}):
-            model = nn.Linear(4, 4)
-            nn.init.ones_(model.weight)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-            for value in (1.0, 2.0):
-                engine.forward_backward(torch.full((2, 4), value), torch.ones(2, 4))
-                result = engine.step()
-                clear(engine)
-            norms.append(result.grad_norm)
-    assert norms[1] == norms[0] > 0
+            config = {"precision": mode, "parallel": parallel}
+            expected = trained(lambda engine: engine.zero_grad(), config, make)
+            actual = trained(lambda engine: engine.optimizer.zero_grad(set_to_none=False), config, make)
+            assert_trained(actual, expected, seeded(nn.Linear, 4, 4).state_dict())
 
 
 class Sharpness(torch.optim.SGD):
@@ -79,51 +55,36 @@ class Sharpness(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness])
 def test_an_optimizer_that_evaluates_the_model_is_refused(kind):
-    model = nn.Linear(2, 2)
     found = f"optimizer: {kind.__name__} evaluates the model in its step"
-    with paramp.launch_from_torch({}), pytest.raises(paramp.ConfigError, match=found):
-        paramp.initialize(model, kind(model.parameters(), lr=0.1), F.mse_loss)
-
-
-class Reads(TorchDispatchMode):
-    """How often a value that lies on the device is read inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
+    with paramp.launch_from_torch(), pytest.raises(paramp.ConfigError, match=found):
+        engine_of(nn.Linear(2, 2), optimizer=kind)
 
 
 OWN_STEPS = {
-    "rmsprop": ({}, lambda model: torch.optim.RMSprop(model.parameters())),
-    "adamw": ({}, lambda model: torch.optim.AdamW(model.parameters(), foreach=True)),
-    "sgd": ({}, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, dampening=0.5, momentum=0.5)),
-    "muon": ({"data": {"shard": 2}}, lambda model: torch.optim.Muon(model.parameters())),
+    "rmsprop": ({}, torch.optim.RMSprop),
+    "adamw": ({}, functools.partial(torch.optim.AdamW, foreach=True)),
+    "sgd": ({}, functools.partial(sgd, dampening=0.5, momentum=0.5)),
+    "muon": ({"data": {"shard": 2}}, torch.optim.Muon),
 }
 
 
 @on_ranks(2)
 def test_an_optimizers_own_step_comes_after_one_read_of_a_flag(world):
-    """What torch's optimizers then read themselves, such as step counts on a CPU, is theirs."""
+    """What torch's optimizers then read themselves, such as step before on a CPU, is theirs."""
     for name, (parallel, make) in OWN_STEPS.items():
         with paramp.launch_from_torch({"parallel": parallel}):
-            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-            engine, *_ = paramp.initialize(model, make(model), F.mse_loss)
-            updates, counts = engine._optimizer_step.updates, []
+            engine = engine_of(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), optimizer=make)
+            updates, before = engine._optimizer_step.updates, []
 
-            def counted(*given, update=updates[0], optimizer=engine.optimizer, counts=counts):
-                handle = optimizer.register_step_pre_hook(lambda *_: counts.append(reads.count))
-                with Reads() as reads:
+            def counted(*given, update=updates[0], optimizer=engine.optimizer, before=before):
+                handle = optimizer.register_step_pre_hook(lambda *_: before.append([one for one, _ in inside.calls]))
+                with Operators() as inside:
                     update(*given)
                 handle.remove()
 
             updates[0] = counted
-            engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
-            assert engine.step().stepped
-            assert counts == [1], name
+            assert train_step(engine, torch.ones(2, 4), torch.zeros(2, 4)).stepped
+            assert [one.count(torch.ops.aten._local_scalar_dense.default) for one in before] == [1], name
 
 
 NOT_TAKEN = {"LBFGS", "SparseAdam"}
@@ -133,24 +94,13 @@ TAKEN = sorted(name for name, kind in vars(torch.optim).items() if isinstance(ki
 
 @pytest.mark.parametrize("name", [name for name in TAKEN if name not in NOT_TAKEN])
 def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
-    def build():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False))  # Muon takes no bias
-        return model, getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    def build():  # Muon takes no bias
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False))
 
-    plain, optimizer = build()
-    start = build()[0].state_dict()
-    with paramp.launch_from_torch():
-        engine, *_ = paramp.initialize(*build(), F.mse_loss)
-        for step in range(4):
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            F.mse_loss(plain(x), x[:, :3]).backward()
-            optimizer.step()
-            engine.forward_backward(x, x[:, :3])
-            assert engine.step().stepped
-            engine.zero_grad()
-        assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-6, rtol=1e-5)
+    make = functools.partial(getattr(torch.optim, name), lr=0.01)
+    with paramp.launch_from_torch() as context:
+        engine, given = engine_of(seeded(build), optimizer=make), [randn(8, 6, seed=step) for step in range(4)]
+        train_both(context, engine, seeded(build), [(x, x[:, :3]) for x in given], optimizer=make, rtol=1e-5)
 
 
 LAYOUTS = {
@@ -176,22 +126,18 @@ def test_torchs_steps_get_plain_local_tensors_in_every_layout(world, layout):
         mode = {"mode": "16-naive", "init_scale": 1024.0} if precision == "16-naive" else precision
         config = {"parallel": LAYOUTS[layout], "precision": mode, "clip_grad_norm": 1.0}
         with paramp.launch_from_torch(config) as context:
-            model, axis = small_gpt(num_layers=2), context.batch_axis
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{option: True})
-            engine, *_ = paramp.initialize(model, optimizer, model.loss)
+            model = small_gpt(num_layers=2)
+            engine = engine_of(model, model.loss, functools.partial(torch.optim.AdamW, lr=1e-3, **{option: True}))
             for batch in batches(3):
-                engine.forward_backward(*(rank_slice(one, axis.rank, axis.size) for one in batch))
-                assert engine.step().stepped
-                engine.zero_grad()
-            stepped = [one for group in optimizer.param_groups for one in group["params"]]
+                assert train_step(engine, *own_part(context, *batch)).stepped
+            stepped = [one for group in engine.optimizer.param_groups for one in group["params"]]
             assert stepped
             assert not any(isinstance(one, DTensor) for one in stepped)
             state = engine.full_state_dict()
             assert all(value.dtype is torch.float32 for value in state.values())
             if precision == "32-true":
                 assert_trained(state, expected, small_gpt(num_layers=2).state_dict(), atol=2e-5)
-            sums = [None] * world.size
-            dist.all_gather_object(sums, {name: value.double().sum().item() for name, value in state.items()})
-            assert all(one == sums[0] for one in sums)
-            if precision == "16-naive":  # what a half-precision weight cannot hold
+            else:  # what a half-precision weight cannot hold
                 assert any((value.half().float() != value).any() for value in state.values())
+            sums = everywhere({name: value.double().sum().item() for name, value in state.items()})
+            assert all(one == sums[0] for one in sums)

@@ -54,6 +54,16 @@ def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, clip: float = float("inf")
+) -> None:
+    """One step of a plain torch loop."""
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
 def copy_weights(engine: paramp.Engine, plain: nn.Module) -> None:
     """Give ``plain`` the weights of a tensor-parallel engine."""
     with torch.no_grad():

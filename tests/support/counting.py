@@ -36,3 +36,16 @@ class Collectives(TorchDispatchMode):
             if kind == "allreduce" and isinstance(args[0], list):
                 self.elements.append(sum(tensor.numel() for tensor in args[0]))
         return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """``calls``: each operator that was called inside, and what it has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.calls.append((function, found))
+        return found

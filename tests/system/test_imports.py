@@ -10,7 +10,7 @@ from commands import COLD, ROOT, python, succeeded
 import paramp
 from paramp.tools.doctor import PACKAGES
 
-HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo"]
+HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo", "torch._inductor.compile_fx"]
 OPTIONAL = {*PACKAGES, "accelerate", "deepspeed", "ray", "sklearn", "torchtitan", "trl"} - {"numpy"}
 
 PLAIN = """
