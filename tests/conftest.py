@@ -11,7 +11,6 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(2, str(Path(__file__).parent / "data"))
 
 import block_sizes
-import covered
 import warm
 from families import SEED, how_to_repeat
 from pool import choice, close_pools
@@ -33,8 +32,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not HAS_TIMEOUT:
         config.addinivalue_line("markers", "timeout(seconds): without pytest-timeout it has no effect")
-    if covered.RECORDING and "PYTEST_CURRENT_TEST" not in os.environ:  # not in a pytest that a test runs
-        config.pluginmanager.register(covered)
     try:
         devices = choice().devices
     except ValueError as error:

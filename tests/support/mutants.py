@@ -1,16 +1,15 @@
-"""``make mutants``: small mistakes are made in the package, one at a time, and the tests that run those lines run.
+"""``make mutants``: small mistakes are made in the package, one at a time, and the tests that meet them run.
 
-The mistakes (``mutations.py``) are drawn by a seed from all modules, in proportion to the places for them. First every
-test file runs once without a mistake, while the lines that its tests run are recorded (``covered.py``). A mutant is
-written into a copy of the tree, and the test functions that run its lines run there, the shortest first, until one
-fails. Those of ``tests/system`` and long ones run if no other fails. Of a mutant whose lines run when files are
-collected, or in a fixture that several tests use, the whole files run.
+The mistakes (``mutations.py``) are drawn by a seed from all modules, in proportion to the places for them. First all
+tests run once without a mistake, and which of them meet which mistake is recorded (``probes.py``). Then a mutant is
+written into a copy of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those
+of ``tests/system`` and long ones run if no other fails.
 
 A mutant is killed if a test fails that passes without it. One with which tests do not end in time, and none fails, has
-timed out. One that no test runs lives, as does one that the first ten minutes of its tests (``--most``) do not find.
-Lines and results are kept in ``.mutants`` with hashes of what they depend on, so that a second call runs only what is
-missing or has changed. The call fails if fewer than 97 % are killed of those that ``tests/mutants.toml`` does not argue
-to be equivalent.
+timed out. One that no test meets lives, as does one that the first ten minutes of its tests (``--most``) do not find.
+What the tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on
+where the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
+``tests/mutants.toml`` does not argue to be equivalent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import itertools
 import json
 import queue
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -34,14 +32,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
-import covered
 import mutations
+import probes
 import warm
 from mutations import ROOT, Mutant
 from trees import Tree
 
 KEPT = ROOT / ".mutants"
+RECORD = KEPT / "met.json"
 ARGUED = ROOT / "tests" / "mutants.toml"
 LEAST_KILLED = 0.97
 FACTOR, LEAST_SECONDS = 3, 40
@@ -53,18 +53,14 @@ BATCHES = (8.0, 30.0, 120.0)
 MOST_TIMEOUTS = 2
 TIMED_OUT = re.compile("from pytest-timeout|did not answer within")
 """What a test says that a limit of its own has ended."""
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/[\w/]+\.py(?:::\w+)*)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.*)$", re.MULTILINE)
 
 
 class Timed(NamedTuple):
-    """A test function or file, and the seconds that it takes."""
+    """A test case, or a function with all of its cases, and the seconds that it takes."""
 
     name: str
     seconds: float
-
-    @property
-    def file(self) -> str:
-        return self.name.partition("::")[0]
 
 
 def _hash(*texts: str) -> str:
@@ -82,74 +78,54 @@ def _write(path: Path, value: object) -> None:
     path.with_suffix(".new").replace(path)
 
 
-# ------------------------------------------------------------------------------------------------- what the tests run
+# ------------------------------------------------------------------------------------------------ what the tests meet
 
 
-class Lines:
-    """What the test ``files`` run of the package, as far as it is recorded."""
+class Met:
+    """The test cases that meet each of ``mutants``. :attr:`seconds` has those that pass without one."""
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self.files = files
-        self.records = {file: record for file in files if (record := self._kept(file))}
+    def __init__(self, mutants: Sequence[Mutant], files: Sequence[str]) -> None:
+        self._mutants, self._files = mutants, files
+        self._names: dict[str, list[str]] = {}
+        self.seconds: dict[str, float] = {}
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        self.is_known = record.get("hash") == self._hash()
+        if self.is_known:
+            self._names, self.seconds = record["met"], record["seconds"]
 
-    def _place(self, file: str) -> Path:
-        return KEPT / "lines" / f"{file.replace('/', '.')}.json"
+    def _hash(self) -> str:
+        texts = [path.read_text() for path in sorted((ROOT / "paramp").rglob("*.py"))]
+        return _hash(*texts, *map(_text, self._files), *(mutant.name for mutant in self._mutants))
 
-    def _kept(self, file: str) -> dict[str, Any] | None:
-        record = json.loads(self._place(file).read_text()) if self._place(file).exists() else {}
-        if not record or record["hash"] != self._hash(file, record["lines"]):
-            return None
-        record["lines"] = {
-            module: {test: int(lines, 16) for test, lines in tests.items()} for module, tests in record["lines"].items()
+    def record(self, tree: Tree) -> str:
+        """Run all tests in ``tree``, which then is of no other use, and keep what they meet. Returns how it went."""
+        probes.insert(tree.package, self._mutants, tree.folder / "met")
+        report = tree.folder / "report.xml"
+        arguments = ["--numprocesses", "2", "--dist", "loadfile", f"--junitxml={report}"]
+        result, seconds = tree.run([*arguments, *self._files], 7200)
+        if not report.exists():
+            return f"{result} in {seconds:.0f} s\n{tree.log.read_text()[-2000:]}"
+        cases = list(ElementTree.parse(report).iter("testcase"))
+        wrong = {_name(case) for case in cases if {"failure", "error"} & {child.tag for child in case}}
+        self.seconds = {_name(case): float(case.get("time", 0)) for case in cases if _name(case) not in wrong}
+        met = probes.read(tree.folder / "met")
+        self._names = {
+            mutant.name: sorted(met[number] & self.seconds.keys()) for number, mutant in enumerate(self._mutants)
         }
-        return record
+        _write(RECORD, {"hash": self._hash(), "met": self._names, "seconds": self.seconds})
+        self.is_known = True
+        left_out = f"; left out, as they fail without a mistake: {' '.join(sorted(wrong))}" if wrong else ""
+        return f"{result} in {seconds:.0f} s{left_out}"
 
-    def _hash(self, file: str, modules: Sequence[str]) -> str:
-        return _hash(_text(file), *(_text(f"paramp/{module}") for module in sorted(modules)))
+    def tests(self, mutant: Mutant) -> list[Timed]:
+        """What meets ``mutant``, in the order in which it is to run."""
+        met = [Timed(name, self.seconds[name]) for name in self._names.get(mutant.name, ())]
+        return sorted(met, key=lambda one: (one.name.startswith("tests/system/") or one.seconds > LONG, one.seconds))
 
-    def missing(self) -> list[str]:
-        return [file for file in self.files if file not in self.records]
 
-    def record(self, file: str, tree: Tree) -> str:
-        """Run ``file`` and keep what it runs. Returns how it went."""
-        folder = tree.folder / "lines"
-        result, seconds = tree.run([file], 1800, **covered.configure(folder, tree.package))
-        how = f"{result} in {seconds:.0f} s"
-        if (folder / "tests.json").exists():
-            found, tests = covered.read(folder, tree.package)
-            inside = {module: mutations.lines_in_functions(module) for module in found}
-            lines = {
-                module: {test: hex(line & inside[module]) for test, line in by.items() if line & inside[module]}
-                for module, by in found.items()
-            }
-            lines = {module: by for module, by in lines.items() if by}
-            record = {"hash": self._hash(file, list(lines)), "seconds": seconds, "tests": tests, "lines": lines}
-            _write(self._place(file), record | {"imports": sorted(found)})
-            self.records[file] = self._kept(file) or {}
-            failed = [name for name, test in tests.items() if test["failed"]]
-            how += f"; left out, as they fail without a mistake: {' '.join(failed)}" if failed else ""
-        else:
-            how += f"\n{tree.log.read_text()[-2000:]}"
-        shutil.rmtree(folder)
-        return how
-
-    def tests(self, mutant: Mutant) -> tuple[list[Timed], set[str]]:
-        """What runs ``mutant``, in the order in which it is to run, and tests that fail without a mistake."""
-        mask = sum(1 << line for line in mutant.lines)
-        first, rest, failing = [], [], set()
-        for file, record in self.records.items():
-            by = {test: lines for test, lines in record["lines"].get(mutant.module, {}).items() if lines & (mask or -1)}
-            tests = record["tests"]
-            failing |= {name for name, test in tests.items() if test["failed"]}
-            first += [Timed(name, tests[name]["seconds"]) for name in by if name in tests and name not in failing]
-            if "" in by or (not mask and mutant.module in record["imports"]):
-                whole = Timed(file, record["seconds"])
-                (first if by else rest).append(whole)
-
-        def key(one: Timed) -> tuple[bool, float]:
-            return one.file.startswith("tests/system/") or one.seconds > LONG, one.seconds
-
-        return sorted(first, key=key) + sorted(rest, key=key), failing
+def _name(case: ElementTree.Element) -> str:
+    """As pytest names it. (The report's ``file`` is where a function is defined: of decorated ones the decorator's.)"""
+    return f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
 
 
 def test_files(under: Sequence[str]) -> list[str]:
@@ -178,8 +154,8 @@ def batches(tests: Sequence[Timed]) -> Iterator[list[Timed]]:
 class Results:
     """What became of each mutant: ``killed``, ``lived``, ``timed out`` or ``not covered``."""
 
-    def __init__(self, lines: Lines, most: float) -> None:
-        self._lines = lines
+    def __init__(self, met: Met, most: float) -> None:
+        self._met = met
         self._most = most
         self._path = KEPT / "results.json"
         self._kept: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
@@ -189,15 +165,15 @@ class Results:
 
     def _hash(self, mutant: Mutant, killer: str) -> str:
         """Of what the result depends on: the test that has found the mistake, or else all that run."""
-        names = [killer] if killer else sorted(one.name for one in self._tests(mutant)[0])
+        names = [killer] if killer else sorted(one.name for one in self._tests(mutant))
         files = sorted({name.partition("::")[0] for name in names})
         return _hash(_text(f"paramp/{mutant.module}"), mutant.text, *names, *(_text(file) for file in files))
 
-    def _tests(self, mutant: Mutant) -> tuple[list[Timed], set[str]]:
-        """What is run for ``mutant``: the first of what runs its lines, as long as may be."""
-        tests, failing = self._lines.tests(mutant)
+    def _tests(self, mutant: Mutant) -> list[Timed]:
+        """What is run for ``mutant``: the first of what meets it, as long as may be."""
+        tests = self._met.tests(mutant)
         ends = itertools.accumulate(one.seconds for one in tests)
-        return [one for one, end in zip(tests, ends, strict=True) if end - one.seconds < self._most], failing
+        return [one for one, end in zip(tests, ends, strict=True) if end - one.seconds < self._most]
 
     def how(self, mutant: Mutant) -> str:
         """What became of ``mutant``, or "" if that is not known."""
@@ -214,26 +190,25 @@ class Results:
 
     def run(self, mutant: Mutant, tree: Tree) -> str:
         """Run the tests of ``mutant``. Returns how it went."""
-        tests, failing = self._tests(mutant)
+        tests = self._tests(mutant)
         killers = self._killers.setdefault(mutant.module, Counter())
         known = [one for one in tests if killers[one.name] and one.seconds <= LONG]
         tests = list(dict.fromkeys(sorted(known, key=lambda one: -killers[one.name])[:3] + tests))
         how, killer, spent, timeouts = "lived" if tests else "not covered", "", 0.0, 0
         source = mutant.apply(_text(f"paramp/{mutant.module}").encode())
         for batch in batches(tests):
-            files = dict.fromkeys(one.file for one in batch)
-            names = [one.name for file in files for one in batch if one.file == file]
-            left_out = [f"--deselect={name}" for name in failing if name.partition("::")[0] in names]
+            files = [one.name.partition("::")[0] for one in batch]
+            names = [one.name for one in sorted(batch, key=lambda one: files.index(one.name.partition("::")[0]))]
             limit = LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch)
             with tree.changed(mutant.module, source):
-                result, seconds = tree.run(["-x", "-rfE", *left_out, *names], limit)
+                result, seconds = tree.run(["-x", "-rfE", *names], limit)
             spent += seconds
             log = tree.log.read_text(errors="replace")
             if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
                 timeouts += 1
             elif result == "failed":
-                failed = FAILED.search(log)
-                killer = failed[1] if failed else names[0]
+                failed = FAILED.search(log)  # the name of a case, and a reason
+                killer = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
                 if self._passes(killer, tree):
                     how = "killed"
                     break
@@ -287,17 +262,21 @@ def _stop(*_: object) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=150, help="how many are drawn; 0: the lines are recorded only")
+    parser.add_argument("--num", type=int, default=150, help="how many are drawn")
     parser.add_argument("--seed", default="1", help="by which they are drawn")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of those that are drawn")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of tests: no others are run")
     parser.add_argument("--most", type=float, default=600, help="seconds of tests that are run for a mutant")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     given = parser.parse_args(words)
-    lines = Lines(test_files(given.tests))
-    in_trees(lambda file, tree: f"{file}: {lines.record(file, tree)}", lines.missing(), given.jobs)
-    results = Results(lines, given.most)
     mutants = mutations.drawn(given.num, given.seed, given.only)
+    met = Met(mutants, test_files(given.tests))
+    if not met.is_known:
+        with tempfile.TemporaryDirectory(prefix="m-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+            print(met.record(Tree(Path(folder) / "tree", sys.executable)), flush=True)
+    if not met.is_known:
+        return 1
+    results = Results(met, given.most)
     in_trees(results.run, [mutant for mutant in mutants if not results.how(mutant)], given.jobs)
     how = {mutant: results.how(mutant) for mutant in mutants}
     argued = {one["mutant"] for one in tomllib.loads(ARGUED.read_text()).get("equivalent", [])}
@@ -312,12 +291,10 @@ def main(words: Sequence[str] | None = None) -> int:
     killed = counts["killed"] / max(1, len(counted))
     print(
         f"{len(mutants)} mutants: {counts['killed']} killed ({killed:.1%} of those not argued about), "
-        f"{counts['lived'] + counts['not covered']} lived ({counts['not covered']} on lines that no test runs), "
+        f"{counts['lived'] + counts['not covered']} lived ({counts['not covered']} met by no test), "
         f"{counts['timed out']} timed out, {len(mutants) - len(counted)} argued to be equivalent"
     )
-    for file in lines.missing():
-        print(f"{file}: does not run without a mistake")
-    return int((bool(counted) and killed < LEAST_KILLED) or bool(wrong) or bool(lines.missing()))
+    return int((bool(counted) and killed < LEAST_KILLED) or bool(wrong))
 
 
 if __name__ == "__main__":

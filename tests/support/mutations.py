@@ -1,4 +1,4 @@
-"""Small mistakes in the modules of the package: where they can be made, and by what lines a test meets them.
+"""Small mistakes in the modules of the package: where they can be made.
 
 A mutant is one place in a module changed by one of five operators: a comparison or a test of membership or identity
 swapped; an operator of arithmetic swapped; a constant changed; a condition negated, or ``and`` and ``or`` swapped; a
@@ -117,8 +117,6 @@ class Mutant:
     start: int
     end: int
     text: str
-    lines: range
-    """One of which runs where the mistake matters; empty outside functions, whose lines run when they are imported."""
 
     def apply(self, source: bytes) -> bytes:
         """The module with the mistake."""
@@ -146,32 +144,11 @@ def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield child, child.name if named and child.name != "__repr__" else ""  # type: ignore[attr-defined]
 
 
-def _lines(node: ast.AST, outer: range | None) -> range | None:
-    """The lines of ``node``: a statement's, or those before the body of one that has a body; None outside functions."""
-    if isinstance(node, FUNCTION):
-        return range(node.body[0].lineno, node.end_lineno + 1)  # type: ignore[operator]  # defaults matter there
-    if outer is None or not isinstance(node, (ast.stmt, ast.ExceptHandler)):
-        return outer
-    body = getattr(node, "body", None)
-    end = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
-    return range(node.lineno, end + 1)  # type: ignore[operator]
-
-
-def _walk(node: ast.AST, function: str, lines: range | None) -> Iterator[tuple[ast.AST, str, range | None]]:
+def _walk(node: ast.AST, function: str) -> Iterator[tuple[ast.AST, str]]:
     for child, name in _children(node):
         inner = f"{function}.{name}".strip(".") if name else function
-        # What stands in a function's body runs there; where it is defined in another one, its lines are its own.
-        own = _lines(child, lines)
-        yield child, inner, own
-        yield from _walk(child, inner, own)
-
-
-@functools.cache
-def lines_in_functions(module: str) -> int:
-    """The lines of ``module`` in the bodies of functions, as a number with their bits set."""
-    tree = ast.parse((ROOT / "paramp" / module).read_bytes())
-    bodies = [_lines(node, None) for node in ast.walk(tree) if isinstance(node, FUNCTION)]
-    return sum(1 << line for line in {line for body in bodies if body for line in body})
+        yield child, inner
+        yield from _walk(child, inner)
 
 
 @functools.cache
@@ -184,23 +161,23 @@ def sites(module: str) -> list[Mutant]:
     counts: Counter[tuple[str, str]] = Counter()
     found = []
 
-    def add(function: str, operator: str, node: ast.AST, text: str, lines: range | None) -> None:
+    def add(function: str, operator: str, node: ast.AST, text: str) -> None:
         counts[function, operator] += 1
         start, end = (
             starts[getattr(node, f"{name}lineno") - 1] + getattr(node, f"{name}col_offset") for name in ("", "end_")
         )
         name = f"{module}:{function or 'module'}:{operator}:{counts[function, operator]}"
-        found.append(Mutant(module, name, node.lineno, start, end, text, lines or range(0)))  # type: ignore[attr-defined]
+        found.append(Mutant(module, name, node.lineno, start, end, text))  # type: ignore[attr-defined]
 
-    for node, function, lines in _walk(ast.parse(source), "", None):
+    for node, function in _walk(ast.parse(source), ""):
         if _deleted(node):
-            add(function, "deletion", node, "pass", lines)
+            add(function, "deletion", node, "pass")
         for operator, change in OPERATORS.items() if isinstance(node, CHANGED) else ():
             changed = copy.copy(node)
             if change(changed):
                 part, new = _smallest(node, changed)
                 text = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
-                add(function, operator, part, text, lines)
+                add(function, operator, part, text)
     return found
 
 

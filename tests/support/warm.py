@@ -158,7 +158,7 @@ def _start(place: Path, executable: str, package: str) -> None:
         listener.bind(str(place / str(number)))
         listener.listen(128)
         listeners.append(listener)
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COVERAGE_PROCESS_START")}
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for number, listener in enumerate(listeners):
         process = subprocess.Popen(
             [os.environ.get(BARE, sys.executable), __file__, str(listener.fileno()), executable, package],
@@ -267,8 +267,6 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    if "COVERAGE_PROCESS_START" in environment:  # which a new interpreter does by itself
-        importlib.import_module("coverage").process_startup()
     if folder := environment.get(PIDS):
         Path(folder, environment.get("RANK", "none")).write_text(str(os.getpid()))
     os.getppid = lambda: parent  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""``make mutants`` makes mistakes that leave programs, and runs the tests that run their lines."""
+"""``make mutants`` makes mistakes that leave programs, and runs the tests that meet them."""
 
 import ast
 import contextlib
@@ -7,9 +7,9 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-import covered
 import mutants
 import mutations
+import probes
 import pytest
 from mutants import Timed
 from trees import Tree
@@ -35,6 +35,10 @@ def test_here(name):
 @on_ranks(2)
 def test_on_ranks(world):
     matches("a", "**")
+
+def test_that_fails():
+    matches("a", "*")
+    assert False
 
 @on_ranks(2)
 def test_on_the_same_ranks(world):
@@ -104,59 +108,63 @@ def short_folder():
         yield Path(folder)
 
 
-def test_lines_are_recorded_in_every_process_of_a_test(tmp_path, short_folder):
-    pytest.importorskip("coverage")
+def test_what_meets_a_mutant_is_recorded_in_every_process_of_a_test(short_folder, monkeypatch):
     if not (mutations.ROOT / ".git").exists():
         pytest.skip("this tree is a copy itself")
+    monkeypatch.setattr(mutants, "RECORD", short_folder / "met.json")
     tree = Tree(short_folder / "tree", sys.executable)
-    (tree.folder / "tests" / "test_recorded.py").write_text(RECORDED)
-    result, _ = tree.run(["tests/test_recorded.py"], 240, **covered.configure(tmp_path / "lines", tree.package))
-    assert result == "passed", tree.log.read_text()
-    lines, tests = covered.read(tmp_path / "lines", tree.package)
-    source = (tree.package / "base" / "module_surgery.py").read_text().splitlines()
-    stars = 1 << next(number for number, line in enumerate(source, 1) if "return any(" in line)
-    inside = mutations.lines_in_functions("base/module_surgery.py")
-    by = {
-        name.partition("::")[2]: run & inside for name, run in lines["base/module_surgery.py"].items() if run & inside
-    }
-    names = ("here", "on_ranks", "on_the_same_ranks", "in_a_warm_process", "in_a_cold_process")
-    assert by.keys() == {"", *(f"test_{name}" for name in names)}
-    assert [name for name, run in by.items() if run & stars] == ["test_on_ranks"]
-    assert {name.partition("::")[2] for name in tests} == by.keys() - {""} | {"test_fixture"}
-    assert all(test["seconds"] > 0 and not test["failed"] for test in tests.values())
+    file = "tests/test_recorded.py"
+    (tree.folder / file).write_text(RECORDED)
+    every, stars = (
+        next(one for one in mutations.sites("base/module_surgery.py") if one.name.endswith(name))
+        for name in ("_match:condition:1", "_match:constant:2")
+    )
+    met = mutants.Met([every, stars], [file])
+    how = met.record(tree)
+    assert how.startswith("failed"), how  # one of them fails
+    assert f"without a mistake: {file}::test_that_fails" in how
+    names = ("here[a]", "here[b]", "on_ranks", "on_the_same_ranks", "in_a_warm_process", "in_a_cold_process", "fixture")
+    assert {one.name for one in met.tests(every)} == {f"{file}::test_{name}" for name in names}
+    assert [one.name for one in met.tests(stars)] == [f"{file}::test_on_ranks"]
+    assert all(one.seconds > 0 for one in met.tests(every))
+    again = mutants.Met([every, stars], [file])
+    assert (again.is_known, again.tests(every)) == (True, met.tests(every))
+    assert not mutants.Met([every], [file]).is_known
 
 
-def mutant(*lines):
-    return mutations.Mutant("m.py", "m.py:f:constant:1", 2, 0, 0, "", lines)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (1, "def f(a=1):\n    __ran__(0)\n    if a:"),  # a default counts in the calls
+        (2, "    __ran__(0)\n    if a:"),
+        (3, "        __ran__(0)\n        b()"),
+        (4, "    else:\n        __ran__(0)\n        if c:"),
+        (6, '    """Text."""\n    __ran__(0)\n    try:'),
+        (8, "    __ran__(0)\n    try:"),
+        (9, "        __ran__(0)\n        d()"),
+        (10, "    __ran__(0)\n    try:"),
+        (11, "        __ran__(0)\n        e()"),
+        (12, '    """Text."""\n    __ran__(0)\n    try:'),  # outside functions: each of them
+    ],
+)
+def test_a_probe_stands_before_the_statement(package, line, expected):
+    source = "def f(a=1):\n    if a:\n        b()\n    elif c:\n        pass\n"
+    source += 'def g():\n    """Text."""\n    try:\n        d()\n    except E:\n        e()\nG = 1\n'
+    (package / "m.py").write_text(source)
+    probes.insert(package, [mutant(line)], package.parent / "met")
+    assert expected in (package / "m.py").read_text()
 
 
-def record(file, seconds, lines, **tests):
-    """Of a test file that imports ``m.py``; ``tests``: how long each takes."""
-    return {
-        "seconds": seconds,
-        "lines": {"m.py": {name and f"{file}::{name}": mask for name, mask in lines.items()}} if lines else {},
-        "imports": ["m.py"],
-        "tests": {f"{file}::{name}": {"seconds": time, "failed": int(name == "fails")} for name, time in tests.items()},
-    }
+def mutant(line=2):
+    return mutations.Mutant("m.py", "m.py:f:constant:1", line, 0, 0, "")
 
 
-def test_the_tests_that_run_a_line_are_chosen_the_shortest_first():
-    lines = mutants.Lines([])
-    lines.records = {
-        "a": record("a", 9, {"slow": 4, "quick": 6, "other": 2, "fails": 4}, slow=5, quick=2, other=1, fails=1),
-        "tests/system/b": record("tests/system/b", 1, {"b": 4}, b=1),
-        "fixture": record("fixture", 3, {"": 4}),
-        "imports": record("imports", 1, {}),
-        "long": record("long", 99, {"long": 4}, long=99),
-    }
-    tests, failing = lines.tests(mutant(2))
-    assert [one.name for one in tests] == ["a::quick", "fixture", "a::slow", "tests/system/b::b", "long::long"]
-    assert failing == {"a::fails"}
-    everything, _ = lines.tests(mutant())  # outside functions
-    assert everything[-1].name == "imports"  # after all files that run a function of the module
-    assert {one.name for one in everything} == lines.records.keys() | {
-        *("a::other", "a::quick", "a::slow", "tests/system/b::b", "long::long")
-    }
+def test_the_tests_that_meet_a_mutant_are_chosen_the_shortest_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "RECORD", tmp_path / "met.json")
+    met = mutants.Met([], [])
+    met.seconds = {"a::slow": 5, "a::quick": 2, "tests/system/b::b": 1, "long::long": 99}
+    met._names = {mutant().name: sorted(met.seconds)}
+    assert [one.name for one in met.tests(mutant())] == ["a::quick", "a::slow", "tests/system/b::b", "long::long"]
 
 
 @pytest.mark.parametrize(
@@ -188,21 +196,21 @@ def test_what_becomes_of_a_mutant(results, how, tmp_path, monkeypatch):
         def changed(self, module, source):
             yield
 
-    class Lines:
+    class Met:
         def tests(self, mutant):
-            return [Timed("tests/a.py::one", 10), Timed("tests/b.py::two", 10)] if results else [], set()
+            return [Timed("tests/a.py::one", 10), Timed("tests/b.py::two", 10)] if results else []
 
     texts = {"paramp/m.py": "m", "tests/a.py": "a", "tests/b.py": "b"}
     monkeypatch.setattr(mutants, "_text", texts.get)
     monkeypatch.setattr(mutants, "KEPT", tmp_path)
-    assert mutants.Results(Lines(), 100).how(mutant(2)) == ""
-    mutants.Results(Lines(), 100).run(mutant(2), Scripted())
-    assert mutants.Results(Lines(), 100).how(mutant(2)) == how
+    assert mutants.Results(Met(), 100).how(mutant()) == ""
+    mutants.Results(Met(), 100).run(mutant(), Scripted())
+    assert mutants.Results(Met(), 100).how(mutant()) == how
     assert not left
-    shorter = mutants.Results(Lines(), 10).how(mutant(2))  # the first test only
+    shorter = mutants.Results(Met(), 10).how(mutant())  # the first test only
     assert shorter == (how if how in ("killed", "not covered") else "")
     texts["tests/b.py"] = "changed"
-    assert mutants.Results(Lines(), 100).how(mutant(2)) == ("" if results else how)
+    assert mutants.Results(Met(), 100).how(mutant()) == ("" if results else how)
 
 
 def test_test_files_are_found_by_folders_and_names():
