@@ -17,9 +17,12 @@ from mutations import FUNCTION, Mutant
 RAN = """\
 import os
 
+import torch
+
 _known = set()
 
 
+@torch.compiler.assume_constant_result
 def ran(number):
     one = number, os.environ.get("PYTEST_CURRENT_TEST", "")
     if one not in _known:

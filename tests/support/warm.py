@@ -158,7 +158,7 @@ def _start(place: Path, executable: str, package: str) -> None:
         listener.bind(str(place / str(number)))
         listener.listen(128)
         listeners.append(listener)
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", block_sizes.VARIABLE)}
     for number, listener in enumerate(listeners):
         process = subprocess.Popen(
             [os.environ.get(BARE, sys.executable), __file__, str(listener.fileno()), executable, package],
@@ -276,10 +276,11 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if words[0] == "-u":
         words = words[1:]
-    block_sizes.use(environment.get(block_sizes.VARIABLE) == "small")
     importlib.import_module("numpy").random.seed()  # Python's own does so by itself
     first = {"-c": "", "-m": cwd}.get(words[0], os.path.dirname(os.path.realpath(words[0])))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    if environment.get(block_sizes.VARIABLE) == "small":
+        block_sizes.use(True)  # imports the package, so from that path
     if words[0] == "-m":
         import runpy
 

@@ -11,12 +11,13 @@ import mutants
 import mutations
 import probes
 import pytest
+import warm
 from mutants import Timed
 from trees import Tree
 
 RECORDED = """
 import pytest
-from commands import COLD, python
+from commands import COLD, python, succeeded
 from pool import on_ranks
 
 from paramp.base.module_surgery import matches
@@ -30,11 +31,11 @@ def test_fixture(shared):
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_here(name):
-    matches(name, "*")
+    assert matches(name, "*")
 
 @on_ranks(2)
 def test_on_ranks(world):
-    matches("a", "**")
+    assert matches("a", "**")
 
 def test_that_fails():
     matches("a", "*")
@@ -45,7 +46,7 @@ def test_on_the_same_ranks(world):
     matches("a", "a")
 
 def test_in_a_warm_process():
-    python("-c", "from paramp.base.module_surgery import matches; matches('a', 'a')")
+    succeeded(python("-c", "from paramp.base.module_surgery import matches; assert matches('a', 'a')"))
 
 def test_in_a_cold_process():
     python("-c", "from paramp.base.module_surgery import matches; matches('a', 'a')", **COLD)
@@ -130,6 +131,20 @@ def test_what_meets_a_mutant_is_recorded_in_every_process_of_a_test(short_folder
     again = mutants.Met([every, stars], [file])
     assert (again.is_known, again.tests(every)) == (True, met.tests(every))
     assert not mutants.Met([every], [file]).is_known
+
+
+def test_a_mutant_is_the_package_of_its_tree_in_every_process(short_folder):
+    if not (mutations.ROOT / ".git").exists():
+        pytest.skip("this tree is a copy itself")
+    tree = Tree(short_folder / "tree", warm.bare())
+    (tree.folder / "tests" / "test_recorded.py").write_text(RECORDED)
+    mutant = next(one for one in mutations.sites("base/module_surgery.py") if one.name.endswith("_match:condition:1"))
+    source = (mutations.ROOT / "paramp" / mutant.module).read_bytes()
+    names = [f"tests/test_recorded.py::test_{name}" for name in ("here", "on_ranks", "in_a_warm_process")]
+    assert tree.run(names, 100)[0] == "passed", tree.log.read_text()
+    with tree.changed(mutant.module, mutant.apply(source)):
+        assert tree.run(names, 100)[0] == "failed"
+    assert "4 failed" in tree.log.read_text()
 
 
 @pytest.mark.parametrize(
