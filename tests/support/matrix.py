@@ -42,30 +42,39 @@ def from_small_scale(mode: str) -> Precision:
     return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
 
 
+ONE_AXIS = {
+    "1": MODES,
+    "dp2": ("O3", "16-mixed", "bf16-true", "fp8-mixed"),
+    "tp2": ("O2", "16-naive", "64-true"),
+    "tp2 + sp": ("bf16-mixed", "transformer-engine-float16"),
+    "pp2": ("32-true", "16-true", "bf16-naive"),
+    "dp2 + zero1": ("16-true", "32-true", "bf16-mixed", "transformer-engine"),
+}
 MANY_AXES = {
     "pp2·tp2": ("O3", "16-true", "fp8-mixed"),
     "dp2·tp2": ("16-naive", "bf16-true", "transformer-engine"),
     "pp2·dp2": ("32-true", "64-true", "bf16-mixed", "O2", "transformer-engine-float16"),
     "pp2·dp2·tp2": ("16-mixed", "bf16-naive"),
 }
-SHARDED_AXES = {
+SHARDED = {
     "fsdp4": ("bf16-mixed",),
     "hsdp2x2": ("bf16-true",),
     "fsdp2·tp2": ("16-naive",),
     "fsdp2·pp2": ("bf16-naive",),
     "fsdp2·tp2·pp2": ("16-mixed",),
+    "fsdp2": (
+        "32-true",
+        "64-true",
+        "O2",
+        "O3",
+        "16-true",
+        "fp8-mixed",
+        "transformer-engine",
+        "transformer-engine-float16",
+    ),
 }
-SHARDED = SHARDED_AXES | {"fsdp2": [mode for mode in MODES if (mode,) not in SHARDED_AXES.values()]}
-ONE_AXIS = {
-    "1": MODES,
-    "dp2": MODES,
-    "pp2": MODES,
-    "dp2 + zero1": MODES,
-    "tp2": MODES[::2],
-    "tp2 + sp": MODES[1::2],
-}
-PART = {(layout, mode) for layout, modes in (MANY_AXES | ONE_AXIS | SHARDED).items() for mode in modes}
-"""The cells of ``make test``: every mode on every axis alone, on one layout of several axes, and on a sharded one."""
+PART = {(layout, mode) for layout, modes in (ONE_AXIS | MANY_AXES | SHARDED).items() for mode in modes}
+"""The cells of ``make test``: every mode in one process, on a layout of one axis, of several, and on a sharded one."""
 
 HALVED = {
     ("pp2", "32-true"),

@@ -17,7 +17,9 @@ from families import cases as chosen
 from matrix import (
     HALVED,
     LAYOUTS,
+    MANY_AXES,
     MODES,
+    ONE_AXIS,
     PART,
     README,
     SHARDED,
@@ -129,17 +131,14 @@ def green():
     return set()
 
 
-def test_the_part_covers_every_layout_and_every_mode_on_every_axis():
+def test_the_part_covers_every_layout_and_every_mode_on_every_kind_of_layout():
     assert {layout for layout, _ in PART} == set(LAYOUTS)
-    assert {mode for modes in SHARDED.values() for mode in modes} == set(MODES)
+    assert {mode for layout, mode in PART if layout == "1"} == set(MODES)
+    for kind in (ONE_AXIS.keys() - {"1"}, MANY_AXES, SHARDED):
+        assert {mode for layout, mode in PART if layout in kind} == set(MODES)
     assert HALVED <= PART
     assert {layout for layout, _ in HALVED} == {layout for layout, (size, _) in LAYOUTS.items() if size > 1}
     assert {mode for _, mode in HALVED} == set(MODES)
-    for axis in ("data", "tensor", "pipeline", "zero"):
-        assert {mode for layout, mode in PART if LAYOUTS[layout][1].get(axis)} == set(MODES)
-    assert {mode for layout, mode in PART if len(LAYOUTS[layout][1].keys() - {"zero", "sequence_parallel"}) > 1} == set(
-        MODES
-    )
 
 
 def test_without_torchao_the_other_modes_run(monkeypatch):

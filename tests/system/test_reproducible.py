@@ -23,9 +23,13 @@ GPT = [(layout, mode) for layout in LAYOUTS for mode in MODES if layout != "1"]
 IS_PART = not (WHOLE or SEED)
 STEPS_OF_PART = {"32-true": 5, "16-mixed": 7, "bf16-naive": 5, "16-naive": 7, "bf16-mixed": 5}
 """Mode -> steps: 5 that are made, and for fp16 2 that overflow."""
-THREE = ("32-true", "16-mixed", "bf16-naive")
 PART = {
-    **dict.fromkeys(("tp2", "tp2 + sp", "pp2", "dp2", "dp2 + zero1", "fsdp2"), THREE),
+    "tp2": ("32-true", "16-mixed", "bf16-naive"),
+    "tp2 + sp": ("bf16-naive",),
+    "pp2": ("32-true",),
+    "dp2": ("16-mixed", "bf16-naive"),
+    "dp2 + zero1": ("32-true",),
+    "fsdp2": ("32-true", "16-mixed"),
     "pp2 zero-bubble": ("16-mixed",),
     "hsdp2x2": ("16-mixed",),
     "dp2·tp2": ("bf16-mixed",),
