@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from .observe.metrics import Metrics
     from .observe.overflow_trace import record_batch, trace_overflow
     from .observe.replica_check import check_replicas
-    from .optim.grad_norm import clip_grad_norm_
-    from .optim.loss_scaler import DistributedGradScaler
     from .parallel.batches import whole
     from .parallel.materialize import init_module
-    from .precision.policy import LossScaling, Precision
+    from .precision.policy import Precision
+    from .scaling.grad_norm import clip_grad_norm_
+    from .scaling.loss_scaler import DistributedGradScaler, LossScaling
 
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -98,11 +98,11 @@ _HOMES = {
     "observe.metrics": "Metrics",
     "observe.overflow_trace": "record_batch trace_overflow",
     "observe.replica_check": "check_replicas",
-    "optim.grad_norm": "clip_grad_norm_",
-    "optim.loss_scaler": "DistributedGradScaler",
+    "scaling.grad_norm": "clip_grad_norm_",
+    "scaling.loss_scaler": "DistributedGradScaler LossScaling",
     "parallel.batches": "whole",
     "parallel.materialize": "init_module",
-    "precision.policy": "LossScaling Precision",
+    "precision.policy": "Precision",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 """Where each public name lives. It loads on first use, so that ``import paramp`` costs little over ``import torch``."""

@@ -1,4 +1,4 @@
-"""Local tensors of DTensors, and DTensors of local tensors."""
+"""Local tensors of DTensors, DTensors of local tensors, and dense memory."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def version(tensor: torch.Tensor) -> int:
     """A counter that grows with every in-place change of ``tensor`` or of its local tensor."""
     # autograd's accumulation changes only the DTensor's counter, our kernels only the local tensor's
     return tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0)
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a dense copy if its memory does not hold its elements: if several share some, as after
+    ``expand()``, so that it could not be written to; or if they are to be conjugated or negated yet."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous() if torch._debug_has_internal_overlap(tensor) == 1 else tensor
 
 
 def wrap(

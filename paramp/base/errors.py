@@ -20,7 +20,7 @@ class CheckpointError(RuntimeError):
 class TrainingDiverged(RuntimeError):
     """Too many steps in a row were skipped. The message is the diagnosis, the same on every rank.
 
-    ``report`` is the diagnosis as a :class:`~paramp.optim.overflow_report.OverflowReport`.
+    ``report`` is the diagnosis as a :class:`~paramp.scaling.overflow_report.OverflowReport`.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

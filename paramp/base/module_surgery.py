@@ -125,13 +125,6 @@ def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> list[t
     ]
 
 
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a dense copy if its memory does not hold its elements: if several share some, as after
-    ``expand()``, so that it could not be written to; or if they are to be conjugated or negated yet."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.contiguous() if torch._debug_has_internal_overlap(tensor) == 1 else tensor
-
-
 def names_outside(module: nn.Module, paths: Iterable[str]) -> list[str]:
     """Names of the parameters and buffers of ``module`` that are not in ``paths``, and not in a module in ``paths``."""
     known = set(paths)

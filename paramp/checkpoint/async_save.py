@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..base.coerce import user_path
+from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
 from .json_codec import encode

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
+from ..base.collectives import equal_everywhere, gather_objects
 from ..base.errors import ConfigError
-from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
 from .loader_position import LoaderPosition, WithPosition

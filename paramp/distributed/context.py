@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.dtensor import forget_sharding_decisions
@@ -33,11 +32,12 @@ from ..base.errors import ConfigError, one_line, require
 from ..base.spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
-from .collectives import gather_dtensors_over_gloo
+from ..scaling.replicas import OPEN, ROLES, Role, TiedParameter
+from .dtensors_over_gloo import gather_dtensors_over_gloo
 from .failures import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .groups import ProcessGroups, family_along
 from .heartbeat import Heartbeat
-from .mesh_roles import BATCH, ROLES, Role, read_mesh
+from .mesh_roles import BATCH, read_mesh
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
 SECONDS_FOR_THREADS = 0.2
@@ -52,25 +52,6 @@ class Axis:
     rank: int
     size: int
     group: dist.ProcessGroup
-
-
-@dataclass(eq=False)
-class TiedParameter:
-    """A parameter that several pipeline stages hold a copy of, such as an embedding tied to the output layer.
-
-    Its gradient is the sum over the copies. :attr:`summed` records the gradient that already holds this sum.
-    """
-
-    name: str
-    """Its name in this rank's stage."""
-    parameter: nn.Parameter
-    """This rank's copy."""
-    group: dist.ProcessGroup
-    """The ranks that hold a copy and have this rank's coordinates on the other axes."""
-    owner: bool
-    """Whether norms and counts include this rank's copy."""
-    summed: tuple[torch.Tensor, int] | None = None
-    """The gradient that already holds the sum, and its version at that time (an in-place change increments it)."""
 
 
 class ParallelContext:
@@ -131,7 +112,7 @@ class ParallelContext:
         self.heartbeat = heartbeat
         if heartbeat is not None:
             heartbeat.start(self.name_of)
-        _contexts.append(self)
+        OPEN.append(self)
 
     @classmethod
     def from_mesh(
@@ -278,7 +259,7 @@ class ParallelContext:
 
     def close(self) -> None:
         """Destroy the process groups of this context. Closing twice is harmless."""
-        if self not in _contexts:
+        if self not in OPEN:
             return
         try:
             while self.before_close:
@@ -287,8 +268,8 @@ class ParallelContext:
             self._destroy()
 
     def _destroy(self) -> None:
-        place = _contexts.index(self)
-        del _contexts[place], TENSOR_PLACES[place]
+        place = OPEN.index(self)
+        del OPEN[place], TENSOR_PLACES[place]
         self._leave(None)
         self.ties.clear()
         forget_sharding_decisions()
@@ -303,7 +284,7 @@ class ParallelContext:
         self._groups.destroy()
 
     def __enter__(self) -> ParallelContext:
-        if self not in _contexts:
+        if self not in OPEN:
             raise RuntimeError(f"{self!r} was closed, and its process groups are destroyed; make another context")
         return self
 
@@ -350,7 +331,6 @@ def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 
-_contexts: list[ParallelContext] = []
 _serials = itertools.count()
 
 
@@ -358,11 +338,11 @@ _serials = itertools.count()
 def _close_all() -> None:
     """Close contexts launched without a ``with``; not after an error, because other ranks may not close theirs."""
     if not hasattr(sys, "last_value"):
-        while _contexts:
-            _contexts[-1].close()
-    for context in _contexts:
+        while OPEN:
+            OPEN[-1].close()
+    for context in OPEN:
         context._leave(sys.last_value)
-    if _contexts:
+    if OPEN:
         time.sleep(SECONDS_FOR_THREADS)
 
 
@@ -385,7 +365,7 @@ def required_context(function: str, context: ParallelContext | None) -> Parallel
         ConfigError: it is not a context, or was closed; or there is none in a world of several ranks.
     """
     require(context is None or isinstance(context, ParallelContext), "context", context, "a ParallelContext, or None")
-    require(context is None or context in _contexts, "context", context, "one that is open; this one was closed")
+    require(context is None or context in OPEN, "context", context, "one that is open; this one was closed")
     context = context or current_context()
     if context is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
@@ -397,4 +377,4 @@ def required_context(function: str, context: ParallelContext | None) -> Parallel
 
 def current_context() -> ParallelContext | None:
     """As :func:`get_context`, but None if there is no open context."""
-    return _contexts[-1] if _contexts else None
+    return OPEN[-1] if OPEN else None

@@ -17,8 +17,8 @@ from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
-from .collectives import gather_dtensors_over_gloo
 from .context import ParallelContext, current_context, required_context
+from .dtensors_over_gloo import gather_dtensors_over_gloo
 from .failures import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place

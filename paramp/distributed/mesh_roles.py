@@ -24,7 +24,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,21 +35,11 @@ from ..base.torch_internals import expect
 from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
+from ..scaling.replicas import ROLES, Role
 from .rendezvous import agree, first_difference, meet, shared_settings
 
 expect("torch.distributed.distributed_c10d")
 
-Role: TypeAlias = Literal["stage", "replicate", "shard", "context", "expert", "tensor"]
-
-ROLES: dict[str, Role] = {
-    "pp": "stage",
-    **dict.fromkeys(("dp", "ddp", "dp_replicate"), "replicate"),
-    **dict.fromkeys(("dp_shard", "fsdp"), "shard"),
-    "cp": "context",
-    "ep": "expert",
-    "tp": "tensor",
-}
-"""The role of an axis by its usual name."""
 BATCH: tuple[Role, ...] = ("replicate", "shard")
 """The roles along which ranks have different parts of the batch."""
 

@@ -13,7 +13,6 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
-from ..distributed.collectives import broadcast_tree
 from ..distributed.context import ParallelContext
 from ..distributed.liveness import BATCH
 from ..observe.overflow_hooks import Tracer
@@ -23,6 +22,7 @@ from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
+from ..parallel.stage_io import broadcast_tree
 from .compute_context import ComputeContext
 from .evaluation import evaluation_mode, is_loader, run_loader
 from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss

@@ -27,10 +27,9 @@ from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import Window
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
-from ..optim.loss_scaler import DistributedGradScaler
-from ..optim.overflow_report import OverflowReport
 from ..parallel.stage import Stages
-from ..precision.policy import LossScaling
+from ..scaling.loss_scaler import DistributedGradScaler, LossScaling
+from ..scaling.overflow_report import OverflowReport
 from .batch_runner import BatchRunner
 from .loss_window import Criterion, Loss, LossWindow, OwnLoss, StepGradients
 from .reproducible.setup import chunk_run

@@ -16,16 +16,17 @@ from weakref import ReferenceType, ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..base.collectives import all_reduce_
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import CheckpointError
 from ..base.trees import map_tensors
-from ..distributed.collectives import all_reduce_
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext
 from ..observe.replay import Window
 from ..optim.flat_gradients import FlatGradients
-from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.batches import Batch, loss_in
 from ..precision.autocast import moved
+from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.replicas import TiedParameter
 from .compute_context import ComputeContext
 from .reproducible.totals import ChunkTotals, terms_of
 from .shared_failure import SharedFailure

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor
+from ..base.collectives import equal_everywhere, gather_objects
+from ..base.dtensor import is_dtensor, resolved
 from ..base.errors import ConfigError, one_line
-from ..base.module_surgery import named_tensors, num_hooks, resolved
+from ..base.module_surgery import named_tensors, num_hooks
 from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas
-from ..distributed.collectives import equal_everywhere, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter, get_context
+from ..distributed.context import ParallelContext, get_context
 from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
@@ -44,6 +44,7 @@ from ..precision.capabilities import find_library
 from ..precision.float8 import convert
 from ..precision.float8_layers import check_checkpointing, choose_layers
 from ..precision.policy import Precision
+from ..scaling.replicas import TiedParameter
 from .compute_context import ComputeContext
 from .engine import Engine
 from .reproducible.setup import apply_styles

@@ -19,10 +19,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ..base.collectives import gather_objects
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.axes import ranks_along
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
 from ..distributed.mesh_roles import BATCH

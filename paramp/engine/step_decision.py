@@ -13,19 +13,19 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
-from ..distributed.collectives import all_reduce_
 from ..distributed.context import ParallelContext
 from ..optim.compiled.norm import sums_for
 from ..optim.compiled.step import fused_step_for
 from ..optim.flat_gradients import FlatGradients
 from ..optim.flat_params import FlatWeights
 from ..optim.fused_step import Step, choose_step
-from ..optim.grad_norm import clip_coefficient, count_zeros, norm_power
-from ..optim.loss_scaler import DistributedGradScaler
 from ..optim.param_buffer import FlatParam
 from ..optim.reproducible import squares as exact
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
+from ..scaling.grad_norm import clip_coefficient, count_zeros, norm_power
+from ..scaling.loss_scaler import DistributedGradScaler
 from .loss_window import LossWindow
 from .state.count_unit import mixes_kinds
 from .state.weight_averages import WeightAverages

@@ -22,17 +22,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoint.async_save import Saver
 from ..checkpoint.chunks import Chunk
 from ..checkpoint.header import MODEL, Header
 from ..checkpoint.open_checkpoint import open_together
 from ..config.schema import flatten
-from ..distributed.collectives import gather_objects
 from ..distributed.liveness import SAVE
 from ..optim.fused_step import FusedStep, Step
-from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.stage import Stages
+from ..scaling.loss_scaler import DistributedGradScaler
 from .loss_window import LossWindow
 from .state.model_tensors import ModelTensors, ParamChunks
 from .state.optimizer_state import OptimizerState

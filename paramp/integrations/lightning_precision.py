@@ -22,11 +22,11 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
 from ..distributed.launcher_env import mpi_place
 from ..engine.compute_context import ComputeContext
-from ..optim.loss_scaler import DistributedGradScaler
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute
 from ..precision.foreign_options import AMP_TYPE
 from ..precision.policy import Precision, ReduceDtypes
+from ..scaling.loss_scaler import DistributedGradScaler
 from .logical_gradient import logical_parameter
 from .shared_scale import SharedScale, device_types
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ..optim.grad_norm import dense_gradients
-from ..optim.loss_scaler import DistributedGradScaler
-from ..precision.policy import LossScaling, Precision
+from ..precision.policy import Precision
+from ..scaling.grad_norm import dense_gradients
+from ..scaling.loss_scaler import DistributedGradScaler, LossScaling
 
 
 def device_types(models: Collection[nn.Module]) -> list[str]:

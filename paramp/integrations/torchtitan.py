@@ -28,9 +28,8 @@ import torch
 
 from ..base.errors import ConfigError, require
 from ..distributed.context import ParallelContext
-from ..optim.grad_norm import clip_grad_norm_
-from ..optim.loss_scaler import DistributedGradScaler
-from ..precision.policy import LossScaling
+from ..scaling.grad_norm import clip_grad_norm_
+from ..scaling.loss_scaler import DistributedGradScaler, LossScaling
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 

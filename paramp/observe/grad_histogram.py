@@ -23,7 +23,7 @@ from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..optim.flat_params import FlatWeights
-from ..optim.grad_norm import norm_weight
+from ..scaling.grad_norm import norm_weight
 from .own_loop import agreed_call, checked_scale
 
 LOWEST, HIGHEST = -1074, 1023

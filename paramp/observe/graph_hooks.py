@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import expect
-from ..optim.overflow_report import flaw
+from ..scaling.overflow_report import flaw
 from .overflow_findings import Findings, StagePass
 
 expect("torch._C._autograd")

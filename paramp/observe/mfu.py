@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..distributed.collectives import gather_objects
+from ..base.collectives import gather_objects
 from ..distributed.context import ParallelContext
 
 

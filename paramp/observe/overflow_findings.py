@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..distributed.context import ParallelContext
-from ..optim.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
+from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 
 Batch = tuple[int, int, int]
 """Data rank, call and microbatch."""

@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from ..base.trees import map_tensors, tensors
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
-from ..optim.overflow_report import flaw
 from ..parallel.batches import Batch
 from ..parallel.stage import Stage, Stages
+from ..scaling.overflow_report import flaw
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass
 

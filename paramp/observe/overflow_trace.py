@@ -17,8 +17,8 @@ from ..base.trees import children
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..distributed.rng import random_states
-from ..optim.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
 from ..parallel.batches import Batch
+from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
 from .overflow_hooks import Tracer, owner_of
 from .own_loop import OwnModel, agreed_call, checked_scale
 from .replay import Call, Window

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.collectives import sum_
 from ..base.dtensor import local
 from ..base.errors import ConfigError, require
 from ..base.wrapped_models import is_compiled, is_ddp, unwrapped
 from ..config.schema import Config
-from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
-from ..optim.grad_reduce import align_gradients
 from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
 from ..parallel.stage import Joined, Stage, Stages
+from ..scaling.grad_reduce import align_gradients
 
 
 def agreed_call(

@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.collectives import all_gather_shards, broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift, require
 from ..base.wrapped_models import unwrapped
 from ..distributed.axes import ranks_along, replicated_axes
-from ..distributed.collectives import all_gather_shards, broadcast_, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext
 from ..distributed.mesh_roles import BATCH
 from ..optim.flat_params import FlatWeights
-from ..optim.loss_scaler import DistributedGradScaler
+from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits
 from .own_loop import agreed_call
 from .replay import Window

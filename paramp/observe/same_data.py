@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
+from ..base.collectives import gather_objects
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, shown
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..distributed.rendezvous import read_all
 from ..parallel.batches import Batch

@@ -26,9 +26,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.coerce import user_path
+from ..base.collectives import gather_objects
 from ..base.spans import STEP, Observer, Recorder, Span
 from ..distributed.axes import ranks_along
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 
 

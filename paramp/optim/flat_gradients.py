@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..base.collectives import sum_
 from ..base.dtensor import is_dtensor, local
 from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.torch_internals import expect
-from ..distributed.collectives import sum_
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
-from .grad_norm import unscale_and_check_
-from .grad_reduce import align_gradients, sum_tied_gradients
+from ..scaling.grad_norm import unscale_and_check_
+from ..scaling.grad_reduce import align_gradients, sum_tied_gradients
 from .master_weights import NamedParameters, check_frozen
 from .param_buffer import Buffer, FlatParam, StepRange
 from .zero import OverlappedReduceScatter

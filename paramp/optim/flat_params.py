@@ -27,15 +27,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
-from ..distributed.collectives import all_gather_shards
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
+from ..scaling.grad_norm import norm_weight
+from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
 from .flat_gradients import FlatGradients
-from .grad_norm import norm_weight
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.module_surgery import num_hooks
+from ..scaling.grad_reduce import sum_tied_gradients
 from .flat_gradients import FlatGradients
-from .grad_reduce import sum_tied_gradients
 
 HOOKS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 

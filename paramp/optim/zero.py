@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.collectives import all_gather_shards, start_reduce_scatter
+from ..base.collectives import all_gather_shards, start_reduce_scatter
 from ..distributed.context import ParallelContext
 from .param_buffer import Buffer, FlatParam
 

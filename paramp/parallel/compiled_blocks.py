@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.collectives import equal_everywhere, gather_objects
 from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..base.torch_internals import take
-from ..distributed.collectives import equal_everywhere, gather_objects
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
 from .fsdp.checks import is_unit

@@ -23,9 +23,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..base.dtensor import is_dtensor, own_part, wrap
+from ..base.dtensor import is_dtensor, own_part, resolved, wrap
 from ..base.errors import ConfigError
-from ..base.module_surgery import BATCH_NORMS, carry_over, resolved, shallow_copy, stored_dtype
+from ..base.module_surgery import BATCH_NORMS, carry_over, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import cpu_seeds, derive_seed
 from ..precision.autocast import default_dtype

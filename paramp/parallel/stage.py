@@ -17,15 +17,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from ..base.collectives import broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
 from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
-from ..distributed.collectives import broadcast_, gather_objects
-from ..distributed.context import ParallelContext, TiedParameter
+from ..distributed.context import ParallelContext
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
+from ..scaling.replicas import TiedParameter
 from .fsdp.units import ShardedUnits
 from .reproducible.functions import ExactFunctions
 from .shape_errors import explaining_shapes

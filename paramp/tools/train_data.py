@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.collectives import gather_objects
 from ..base.errors import ConfigError, DataError, require
 from ..checkpoint.header import Header
 from ..config.reproducible import Reproducible
 from ..data.corpus import Corpus, load_corpus
 from ..data.sampling import held_out_windows, training_windows
-from ..distributed.collectives import gather_objects
 from ..distributed.context import ParallelContext
 from ..engine.checkpoint_manager import accumulation_for
 from ..engine.engine import Engine

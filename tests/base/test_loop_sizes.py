@@ -12,12 +12,12 @@ from pool import on_ranks
 
 import paramp
 from paramp.base import sizes
-from paramp.optim.grad_norm import NORM_BLOCK
+from paramp.scaling.grad_norm import NORM_BLOCK
 
 PACKAGE = Path(paramp.__file__).parent
 NAMES = {name for name in vars(sizes) if name.isupper()}
 OTHERS = {
-    "optim/grad_norm.py": {"NORM_BLOCK", "FAR", "LONG"},  # the first two define the sum; from LONG on one is compiled
+    "scaling/grad_norm.py": {"NORM_BLOCK", "FAR", "LONG"},  # the first two define the sum; from LONG on one is compiled
     "optim/compiled/step.py": {"TRIED"},  # a length that Inductor runs in one thread only
     "engine/state/random_streams.py": {"PYTHON_STATE"},  # a format
     "checkpoint/json_codec.py": {"LARGEST_TENSOR"},  # limits

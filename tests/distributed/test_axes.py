@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import paramp
-from paramp.distributed.axes import num_replicas, replicated_axes
+from paramp.distributed.axes import replicated_axes
+from paramp.scaling.replicas import num_replicas
 
 WHOLE = torch.arange(1.0, 17.0).view(4, 4)
 R, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)

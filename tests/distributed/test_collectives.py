@@ -9,8 +9,9 @@ from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paramp.distributed import collectives
-from paramp.distributed.collectives import all_reduce_, broadcast_
+from paramp.base import collectives
+from paramp.distributed import dtensors_over_gloo
+from paramp.base.collectives import all_reduce_, broadcast_
 
 VIEWS = {
     "dense": lambda tensor: tensor,
@@ -55,8 +56,8 @@ def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world
     values = torch.arange(24.0).view(4, 6)
     mesh = init_device_mesh("cpu", (2,))
     sharded = [distribute_tensor(values, mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
-    with mock.patch.object(collectives, "_gathers", None):
-        collectives.gather_dtensors_over_gloo("CPU")
+    with mock.patch.object(dtensors_over_gloo, "_gathers", None):
+        dtensors_over_gloo.gather_dtensors_over_gloo("CPU")
         try:
             with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 warns without
                 gathered = [one.full_tensor() for one in sharded]
@@ -66,7 +67,7 @@ def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world
                 )
             names = {event.key for event in profile.key_averages()}
         finally:
-            collectives._gathers._destroy()
+            dtensors_over_gloo._gathers._destroy()
     assert all(torch.equal(one, values) for one in [*gathered, moved])
     assert torch.equal(twice, values[0].repeat(2))
     assert "c10d::_allgather_base_" in names

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import paramp
-from paramp.distributed.axes import num_replicas, replicated_axes
+from paramp.distributed.axes import replicated_axes
+from paramp.scaling.replicas import num_replicas
 
 
 def by_name(sizes):

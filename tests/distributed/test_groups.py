@@ -15,10 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
+from paramp.base.collectives import equal_everywhere, gather_objects
 from paramp.base.errors import ConfigError
 from paramp.distributed import groups
 from paramp.distributed.axes import ranks_along
-from paramp.distributed.collectives import equal_everywhere, gather_objects
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.stage import tie_stages
 

@@ -8,7 +8,7 @@ from reference import assert_trained
 from torch import nn
 
 import paramp
-from paramp.distributed.collectives import all_reduce_
+from paramp.base.collectives import all_reduce_
 
 
 class Fragile(nn.Module):

@@ -14,7 +14,7 @@ from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_en
 from torch import nn
 
 import paramp
-from paramp.optim.overflow_report import RankCoordinates
+from paramp.scaling.overflow_report import RankCoordinates
 
 NAN, INF = float("nan"), float("inf")
 SCALED = {"mode": "16-mixed", "init_scale": 2.0**10}

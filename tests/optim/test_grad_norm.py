@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import paramp
 from paramp import clip_grad_norm_
 from paramp.base import sizes
-from paramp.distributed.context import TiedParameter
-from paramp.optim import grad_norm
-from paramp.optim.grad_norm import unscale_and_check_
+from paramp.scaling import grad_norm
+from paramp.scaling.grad_norm import unscale_and_check_
+from paramp.scaling.replicas import TiedParameter
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paramp.distributed.collectives import SWAP_TAG
+from paramp.base.swap_cpu import TAG as SWAP_TAG
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "send", "recv", "barrier")
 

@@ -8,18 +8,31 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "paramp"
 
-PARTS = {"base", "precision", "config", "distributed", "data", "parallel", "optim", "checkpoint", "observe", "engine"}
+PARTS = {
+    "base",
+    "scaling",
+    "precision",
+    "config",
+    "distributed",
+    "data",
+    "parallel",
+    "optim",
+    "checkpoint",
+    "observe",
+    "engine",
+}
 ALLOWED = {
     "base": set(),
-    "precision": {"base"},
+    "scaling": {"base"},
+    "precision": {"base", "scaling"},
     "config": {"base", "precision"},
-    "distributed": {"base", "config"},
+    "distributed": {"base", "scaling", "config"},
     "data": {"base", "distributed"},
-    "parallel": {"base", "precision", "config", "distributed"},
-    "optim": {"base", "precision", "config", "distributed"},
+    "parallel": {"base", "scaling", "precision", "config", "distributed"},
+    "optim": {"base", "scaling", "precision", "config", "distributed"},
     "checkpoint": {"base", "distributed"},
     "models": {"base", "parallel", "distributed"},
-    "observe": {"base", "config", "distributed", "parallel", "optim"},
+    "observe": {"base", "scaling", "config", "distributed", "parallel", "optim"},
     "engine": PARTS - {"engine"},
     "compat": PARTS | {"models"},
     "integrations": PARTS | {"models", "compat"},

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ...base import sizes
+from ...base.collectives import all_gather_shards, all_reduce_
 from ...base.torch_internals import expect
-from ..collectives import all_gather_shards, all_reduce_
 
 expect("torch._foreach_add_")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...distributed.collectives import all_reduce_
+from ...base.collectives import all_reduce_
 from ...distributed.context import ParallelContext
 from ...distributed.reproducible.place import Place
 from ...distributed.reproducible.tree_sum import tree_sum

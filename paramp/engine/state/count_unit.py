@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...base.collectives import all_reduce_
 from ...base.errors import shown
-from ...distributed.collectives import all_reduce_
 from ...distributed.context import ParallelContext
 from ..shared_failure import SAME_KIND, SharedFailure
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.coerce import user_path
+from ...base.collectives import broadcast_
 from ...base.dtensor import full_tensor
 from ...base.errors import ConfigError
-from ...distributed.collectives import broadcast_
 from ...parallel.adapters import adapter_for
 from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks

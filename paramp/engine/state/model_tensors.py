@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.dtensor import local
+from ...base.collectives import gather_objects
+from ...base.dtensor import local, resolved
 from ...base.errors import CheckpointError
-from ...base.module_surgery import resolved
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
-from ...distributed.collectives import gather_objects
-from ...distributed.context import ParallelContext, TiedParameter
+from ...distributed.context import ParallelContext
 from ...distributed.mesh_roles import BATCH
 from ...optim.flat_params import FlatWeights
 from ...optim.param_buffer import FlatParam
+from ...scaling.replicas import TiedParameter
 
 DATA = "data."
 """The prefix of the names of other data ranks' buffers."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.collectives import gather_objects
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import MODEL, Header, StoredTensor
-from ...distributed.collectives import gather_objects
 from ...optim.flat_params import NO_GROUP
 from ...optim.param_buffer import FlatParam
 from .model_tensors import ParamChunks

@@ -12,7 +12,7 @@ import torch
 
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
-from ..grad_norm import Sums
+from ...scaling.grad_norm import Sums
 from .kernels import InductorOptions, inductor_options
 
 is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")

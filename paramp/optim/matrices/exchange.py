@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...base.collectives import gather_objects
 from ...base.dtensor import is_dtensor, own_part
-from ...distributed.collectives import gather_objects
 from ..param_buffer import FlatParam
 
 

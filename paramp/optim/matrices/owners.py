@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
+from ...base.collectives import gather_objects
 from ...distributed.axes import ranks_along
-from ...distributed.collectives import gather_objects
 from ...distributed.context import ParallelContext
-from ...distributed.mesh_roles import BATCH, Role
+from ...distributed.mesh_roles import BATCH
+from ...scaling.replicas import Role
 from ..flat_params import NO_GROUP, FlatWeights
 from .exchange import MatrixExchange
 from .trial import needs_whole_matrices

@@ -15,8 +15,8 @@ from ...base.errors import ConfigError
 from ...base.torch_internals import expect
 from ...distributed.axes import replicated_axes
 from ...distributed.reproducible.tree_sum import SumTree, Terms, sum_over_
+from ...scaling.grad_reduce import sum_tied_gradients
 from ..flat_gradients import FlatGradients
-from ..grad_reduce import sum_tied_gradients
 from ..param_buffer import FlatParam
 
 expect("torch._foreach_zero_")

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
+from ...base.collectives import all_gather_single, gather_objects, reduce_scatter_single
 from ...distributed.axes import ranks_along
-from ...distributed.collectives import all_gather_single, gather_objects, reduce_scatter_single
 from ...distributed.context import ParallelContext
 from ...distributed.mesh_roles import BATCH
 

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
+from ...base.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 from ...base.dtensor import is_dtensor, of_spec, wrap
 from ...base.local_leaves import SPECS, local_in_graph, remember
 from ...base.torch_internals import older_than, take
-from ...distributed.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

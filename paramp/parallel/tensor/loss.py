@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from ...base.collectives import all_reduce_
 from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...base.torch_internals import take
-from ...distributed.collectives import all_reduce_
 from ...distributed.reproducible.tree_sum import sum_over, tree_sum
 from .exchange import as_shards, local_shard
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....optim.loss_scaler import DistributedGradScaler
 from ....precision.foreign_options import Properties
-from ....precision.policy import LossScaling, Precision
+from ....precision.policy import Precision
+from ....scaling.loss_scaler import DistributedGradScaler, LossScaling
 from .errors import AmpError
 from .weights import AmpWeight
 

@@ -15,7 +15,9 @@ from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....engine.step_result import StepResult
-from ....optim.grad_norm import (
+from ....optim.master_weights import Weights
+from ....optim.user_optimizer import StepGuard
+from ....scaling.grad_norm import (
     clip_coefficient,
     complete_and_check,
     count_zeros,
@@ -24,10 +26,7 @@ from ....optim.grad_norm import (
     total_norm,
     unscale_and_check_,
 )
-from ....optim.loss_scaler import DistributedGradScaler
-from ....optim.master_weights import Weights
-from ....optim.user_optimizer import StepGuard
-from ....precision.policy import LossScaling
+from ....scaling.loss_scaler import DistributedGradScaler, LossScaling
 
 expect("torch._foreach_mul_")
 

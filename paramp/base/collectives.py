@@ -7,42 +7,23 @@ pipeline parallelism, and torch's foreach functions, clipping and GradScaler rej
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.library import Library
 
-from ..base import sizes, trees
-from ..base.scratch import Scratch
-from ..base.torch_internals import expect
+from .torch_internals import expect
 
-expect("torch._foreach_copy_", "torch.ops._c10d_functional", "torch.distributed.distributed_c10d")
-
-_OF_TWO: dict[Any, Callable[..., torch.Tensor]] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
-SWAP_TAG = 7
-"""Of the messages by which two ranks sum."""
-
-
-class _Received(threading.local):
-    """Scratch memory for what arrives, one for each thread."""
-
-    def __init__(self) -> None:
-        self.scratch = Scratch()
-
-
-_received = _Received()
+expect("torch._foreach_copy_", "torch.distributed.distributed_c10d")
 
 
 @torch.no_grad()
 def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
 
-    In a group of one nothing is done. Two ranks send each other their tensors where that is faster than gloo's ring;
-    the sums have the same bits, and a maximum is NaN where one of the two is.
+    In a group of one nothing is done. Two ranks on CPUs swap their tensors where that is faster (:mod:`.swap_cpu`).
 
     Args:
         tensor: plain, dense, any dtype; the same size and dtype on every rank.
@@ -52,34 +33,13 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
     assert group is not None
     if group.size() == 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
         return
-    if not _is_faster_swapped(tensor, group):
-        group.allreduce([tensor], op).wait()
-        return
-    combine, rank = _OF_TWO[op], group.rank()
-    for own in tensor.view(-1).split(sizes.SWAP_PIECE):
-        other = _received.scratch.like(str(own.dtype), own, own.dtype)
-        _swap(own, other, group)
-        combine(*((own, other) if rank == 0 else (other, own)), out=own)  # NaNs have the bits of the first
+    if group.size() == 2 and tensor.device.type == "cpu":
+        from . import swap_cpu
 
-
-def _is_faster_swapped(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the sum of ``tensor`` over ``group`` is that of two ranks over gloo, small, or in fp16.
-
-    gloo's ring takes 0.45 ms on one machine for a few values, two messages 0.3 ms; for 1 MB of fp16, which gloo adds
-    up without vector instructions, 2.0 and 1.0 ms. Larger sums in other dtypes are faster in the ring.
-    """
-    if group.size() != 2 or tensor.device.type != "cpu" or dist.get_backend(group) != "gloo":
-        return False
-    return tensor.nbytes <= sizes.SWAPPED or tensor.dtype is torch.float16
-
-
-def _swap(own: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send ``own`` to the other rank of ``group``, and receive its ``own`` as ``other``; both dense."""
-    peer = 1 - group.rank()
-    received = group.recv([other], peer, SWAP_TAG)
-    sent = group.send([own], peer, SWAP_TAG)
-    received.wait()
-    sent.wait()
+        if swap_cpu.is_faster(tensor, group):
+            swap_cpu.all_reduce_(tensor, group, op)
+            return
+    group.allreduce([tensor], op).wait()
 
 
 @torch.no_grad()
@@ -99,20 +59,6 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> 
     dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=src)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
-
-
-def broadcast_tree(tree: Any, device: torch.device, group: dist.ProcessGroup, src: int = 0) -> Any:
-    """The ``tree`` of tensors and other values of the rank ``src`` of ``group``, on every rank of it.
-
-    Other values must pickle. Tensors are plain; on the other ranks they are on ``device``.
-    """
-    shapes = [trees.map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), tree)]
-    dist.broadcast_object_list(shapes, group=group, group_src=src)
-    if dist.get_rank(group) != src:
-        tree = trees.map_tensors(lambda meta: torch.empty_like(meta, device=device), shapes[0])
-    for tensor in trees.tensors(tree):
-        broadcast_(tensor, group, src)
-    return tree
 
 
 def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
@@ -190,34 +136,6 @@ def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.Pr
         whole: 1-dim, group size x slice size elements.
     """
     reduce_scatter_single(own, whole, group=group)
-
-
-_gathers: Library | None = None
-
-
-def gather_dtensors_over_gloo(dispatch_key: str = "CUDA") -> None:
-    """Let DTensors on GPUs be gathered over gloo, for ranks that share one; once in a process.
-
-    The operator that DTensor calls reads the GPU's memory from the host under gloo, and the process dies
-    (pytorch #152645). The plain all-gather copies through the host.
-    """
-    global _gathers
-    if _gathers is None:
-        _gathers = Library("_c10d_functional", "IMPL")
-        _gathers.impl("all_gather_into_tensor", _gather, dispatch_key)
-        _gathers.impl("all_gather_into_tensor_out", _gather_out, dispatch_key)
-
-
-def _gather(own: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
-    own = own.reshape(-1) if own.ndim == 0 else own
-    return _gather_out(own, group_size, group, out=own.new_empty(own.shape[0] * group_size, *own.shape[1:]))
-
-
-def _gather_out(own: torch.Tensor, _group_size: int, group: Any, *, out: torch.Tensor) -> torch.Tensor:
-    if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-    all_gather_single(out, own.contiguous(), group=group)
-    return out
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

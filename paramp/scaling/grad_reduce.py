@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from ..base.dtensor import is_dtensor, local, version, wrap
-from ..base.module_surgery import resolved
-from ..distributed.collectives import sum_
-from ..distributed.context import ParallelContext, TiedParameter
+from ..base.collectives import sum_
+from ..base.dtensor import is_dtensor, local, resolved, version, wrap
+from .replicas import TiedParameter, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +75,7 @@ def _summed_placements(
 
 
 def sum_tied_gradients(
-    context: ParallelContext,
+    context: World,
     parameters: Iterable[torch.Tensor],
     reduce_dtype: torch.dtype | None = None,
     *,

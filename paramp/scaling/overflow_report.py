@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ..base.collectives import gather_objects
 from ..base.dtensor import local
-from ..distributed.collectives import gather_objects
-from ..distributed.context import ParallelContext
+from .replicas import World
 
 Kind = Literal["NaN", "inf"]
 During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]
@@ -33,11 +33,11 @@ class RankCoordinates:
     stage: int | None = None
 
     @staticmethod
-    def here(context: ParallelContext | None, stage: int | None = None) -> RankCoordinates:
+    def here(context: World | None, stage: int | None = None) -> RankCoordinates:
         """The coordinates of this rank; ``stage`` None: its first stage."""
         if context is None:
             return RankCoordinates(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
-        stage = context.stage_axis.rank if stage is None else stage
+        stage = context.pp.rank if stage is None else stage
         return RankCoordinates(context.rank, tuple(context.coordinates.items()), stage)
 
     def __str__(self) -> str:
@@ -205,7 +205,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def find_gradients(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
-    context: ParallelContext | None = None,
+    context: World | None = None,
     stages: Mapping[str, int] | None = None,
 ) -> list[NonFiniteGradient]:
     """This rank's gradients that are not finite; one synchronisation of the device.

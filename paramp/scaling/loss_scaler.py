@@ -13,20 +13,62 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from ..distributed.context import ParallelContext, current_context
-from ..precision.policy import LossScaling
+from ..base.errors import require
 from .grad_norm import complete_and_check, dense_gradients, unscale_and_check_
-from .overflow_report import OverflowReport, find_gradients, gather_findings
+from .replicas import World, current_world
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""The floor if ``min_scale`` is None: a scale of 0 could never grow again."""
+if TYPE_CHECKING:
+    from .overflow_report import OverflowReport
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""The smallest scale is the floor if ``min_scale`` is None: a scale of 0 could never grow again."""
+SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """The initial loss scale and how it changes; the arguments of :class:`paramp.DistributedGradScaler`."""
+
+    init_scale: float = 2.0**16
+    """The first scale. It adapts within a few steps, so only its order of magnitude matters."""
+    growth_factor: float = 2.0
+    """The scale is multiplied by this after ``growth_interval`` steps in a row without overflow."""
+    backoff_factor: float = 0.5
+    """The scale is multiplied by this on an overflow."""
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    """The scale backs off from this overflow on, counted since the last growth; earlier ones only skip the step."""
+    min_scale: float | None = None
+    max_scale: float | None = None
+    enabled: bool = True
+    """False: losses are not scaled. Non-finite gradients skip the step all the same."""
+
+    @staticmethod
+    def static(scale: float) -> LossScaling:
+        """A constant scale: floor and ceiling are the scale itself."""
+        return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
+
+    def __post_init__(self) -> None:
+        floor = self.min_scale or 0.0
+        for name, condition, allowed in (
+            ("init_scale", SMALLEST <= self.init_scale <= LARGEST, SCALES),
+            ("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "a number between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "an integer of 1 or more"),
+            ("hysteresis", self.hysteresis >= 1, "an integer of 1 or more"),
+            ("min_scale", self.min_scale is None or SMALLEST <= floor <= LARGEST, f"{SCALES}, or None"),
+            ("max_scale", self.max_scale is None or self.max_scale >= floor, "a number of at least min_scale"),
+        ):
+            require(condition, name, getattr(self, name), allowed)
 
 
 class DistributedGradScaler(GradScaler):
@@ -64,9 +106,9 @@ class DistributedGradScaler(GradScaler):
         max_scale: float | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        context = current_context()
+        world = current_world()
         if device is None:
-            device = context.device if context else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         device = torch.device(device)
         if enabled:
             LossScaling(  # checks them
@@ -154,10 +196,10 @@ class DistributedGradScaler(GradScaler):
         """Whether a dynamic scale cannot back off any further, 0-dim bool on the device; no host synchronisation."""
         if not self._enabled or self._scale is None or self._min_scale == self._max_scale is not None:
             return torch.zeros_like(self._one, dtype=torch.bool)
-        return self._scale <= (self._min_scale or SMALLEST_SCALE)
+        return self._scale <= (self._min_scale or SMALLEST)
 
     def diagnose(
-        self, named_parameters: Iterable[tuple[str, torch.Tensor]], context: ParallelContext | None = None
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], context: World | None = None
     ) -> OverflowReport:
         """Report the gradients that are not finite, and their ranks. Call it after a skipped step, on every rank.
 
@@ -168,7 +210,9 @@ class DistributedGradScaler(GradScaler):
             named_parameters: this rank's, such as ``model.named_parameters()``.
             context: for the ranks' coordinates. None: the current one, if any.
         """
-        found = gather_findings(find_gradients(named_parameters, context or current_context()), self._group)
+        from .overflow_report import OverflowReport, find_gradients, gather_findings
+
+        found = gather_findings(find_gradients(named_parameters, context or current_world()), self._group)
         return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*found)), scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -202,7 +246,7 @@ class DistributedGradScaler(GradScaler):
         grown = torch.where(grown.isfinite(), grown, scale)
         target = torch.where(backs_off, scale * self._backoff_factor, torch.where(grows, grown, scale))
         # The limits apply when the scale changes; a scale that the user set outside them stays until then.
-        limited = target.clamp(self._min_scale or SMALLEST_SCALE, self._max_scale)
+        limited = target.clamp(self._min_scale or SMALLEST, self._max_scale)
         scale.copy_(torch.where(backs_off | grows, limited, scale))
         growth_tracker.mul_(~grows)
         self._overflow_tracker.mul_(~grows)

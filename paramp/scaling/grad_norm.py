@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ..base import sizes
+from ..base.collectives import gather_objects
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
-from ..distributed.axes import num_replicas
-from ..distributed.collectives import gather_objects
-from ..distributed.context import ParallelContext, current_context
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
+from .replicas import World, current_world, num_replicas
 
 expect("torch._foreach_mul_", "torch._foreach_norm", "torch._amp_foreach_non_finite_check_and_unscale_")
 
@@ -37,7 +36,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    context: ParallelContext | None = None,
+    context: World | None = None,
 ) -> torch.Tensor:
     """Scale the gradients of the logical model down to ``max_norm``; ``torch.nn.utils.clip_grad_norm_`` for shards.
 
@@ -65,7 +64,7 @@ def clip_grad_norm_(
     """
     max_norm = positive("max_norm", max_norm, "a number above 0; do not call this to leave gradients as they are")
     norm_type = positive("norm_type", norm_type, "a number above 0, or math.inf")
-    context = context or current_context()
+    context = context or current_world()
     _failures.check()
     owned = _with_complete_gradients(parameters, context)
     gradients = [local(parameter.grad) for parameter in owned if parameter.grad is not None]
@@ -86,7 +85,7 @@ def clip_grad_norm_(
 
 
 def _with_complete_gradients(
-    parameters: torch.Tensor | Iterable[torch.Tensor], context: ParallelContext | None
+    parameters: torch.Tensor | Iterable[torch.Tensor], context: World | None
 ) -> list[torch.Tensor]:
     """The ``parameters`` with a gradient, after it is redistributed to their placements and ties are summed."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -101,7 +100,7 @@ def _agreed_norm(
     gradients: Sequence[torch.Tensor],
     norm_type: float,
     device: torch.device,
-    context: ParallelContext | None,
+    context: World | None,
 ) -> torch.Tensor:
     """:func:`total_norm` of the local ``gradients`` of ``owned``; a ValueError on every rank if any rank has one."""
     problem, part = None, torch.zeros((), dtype=torch.float64, device=device)
@@ -192,7 +191,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def norm_weight(parameter: torch.Tensor, context: ParallelContext | None) -> float:
+def norm_weight(parameter: torch.Tensor, context: World | None) -> float:
     """The norm weight of ``parameter``: 1 / the number of ranks that hold each of its elements."""
     for tie in context.ties if context else ():
         if tie.parameter is parameter and not tie.owner:
@@ -378,7 +377,7 @@ def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tens
             that it keeps are not checked here; use :func:`unscale_and_check_`.
     """
     unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
-    context = current_context()
+    context = current_world()
     if context is not None:
         sum_tied_gradients(context, parameters)
 
