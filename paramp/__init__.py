@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.initialize import initialize
     from .engine.signals import StopRequest
-    from .engine.step_result import StepResult
+    from .engine.step import StepResult
     from .integrations.fabric import FabricPrecision
     from .observe.grad_histogram import gradient_histogram
     from .observe.metrics import Metrics
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from .parallel.materialize import init_module
     from .precision.policy import Precision
     from .scaling.grad_norm import clip_grad_norm_
-    from .scaling.loss_scaler import DistributedGradScaler, LossScaling
+    from .scaling.loss_scaler import DistributedGradScaler
+    from .scaling.loss_scaling import LossScaling
 
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -92,14 +93,15 @@ _HOMES = {
     "engine.engine": "Engine",
     "engine.initialize": "initialize",
     "engine.signals": "StopRequest",
-    "engine.step_result": "StepResult",
+    "engine.step": "StepResult",
     "integrations.fabric": "FabricPrecision",
     "observe.grad_histogram": "gradient_histogram",
     "observe.metrics": "Metrics",
     "observe.overflow_trace": "record_batch trace_overflow",
     "observe.replica_check": "check_replicas",
     "scaling.grad_norm": "clip_grad_norm_",
-    "scaling.loss_scaler": "DistributedGradScaler LossScaling",
+    "scaling.loss_scaler": "DistributedGradScaler",
+    "scaling.loss_scaling": "LossScaling",
     "parallel.batches": "whole",
     "parallel.materialize": "init_module",
     "precision.policy": "Precision",

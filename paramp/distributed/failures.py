@@ -1,7 +1,6 @@
 """Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -10,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
@@ -38,7 +37,6 @@ SAME_CALLS = (
     "every rank has to call it equally often, so this one had more batches, or that one has left its loop early; give "
     "data ranks equal numbers of batches, and end the loop on all ranks at once"
 )
-Class = TypeVar("Class", bound=type)
 
 
 def mark_as_echo(error: BaseException) -> None:
@@ -200,6 +198,18 @@ class Departures:
         except LOST:
             return "the store of this launch has ended, with rank 0 or the launcher, whichever hosts it"
 
+    def raise_named(self, function: str, error: Exception) -> NoReturn:
+        """Raise ``error`` of the public ``function``; if it is of a lost connection, one that names who has left.
+
+        Every rank calls the function equally often, so a rank that has left in order was given fewer batches, or has
+        left its loop early.
+        """
+        text = self.cause_of(error)
+        if not text:
+            raise error
+        hint = f"; {SAME_CALLS}" if IN_ORDER in text else ""
+        raise RuntimeError(f"{function}: {text}{hint}") from error
+
     def gather(self, name: str, function: str) -> None:
         """Wait until every rank has come here for the public ``function``; ``name``: of this time, on every rank.
 
@@ -221,33 +231,3 @@ class Departures:
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])
-
-
-def naming_who_left(*names: str) -> Callable[[Class], Class]:
-    """A class decorator: in these methods an error of a lost connection names the rank that has left first.
-
-    Objects have a ``context``. Every rank calls the methods equally often, so a rank that has left in order was given
-    fewer batches, or has left its loop early.
-    """
-
-    def decorate(cls: Class) -> Class:
-        for name in names:
-            setattr(cls, name, _naming_who_left(getattr(cls, name)))
-        return cls
-
-    return decorate
-
-
-def _naming_who_left(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            text = self.context.departures.cause_of(error)
-            if not text:
-                raise
-            hint = f"; {SAME_CALLS}" if IN_ORDER in text else ""
-            raise RuntimeError(f"{method.__name__}: {text}{hint}") from error
-
-    return wrapper

@@ -24,10 +24,12 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages
 from ..parallel.stage_io import broadcast_tree
 from .compute_context import ComputeContext
+from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
 from .evaluation import evaluation_mode, is_loader, run_loader
-from .loss_window import CheckedCriterion, Criterion, Loss, LossWindow, OwnLoss
+from .losses import LossTotals, WindowLosses
 from .reproducible.chunks import ChunkRun
 from .shared_failure import SharedFailure
+from .window import AccumulationWindow
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
@@ -54,7 +56,8 @@ class BatchRunner:
         weights: FlatWeights,
         criterion: Criterion | None,
         own_loss: OwnLoss,
-        losses: LossWindow,
+        losses: WindowLosses,
+        window: AccumulationWindow,
         failure: SharedFailure,
         observers: list[Observer],
         context: ParallelContext,
@@ -74,7 +77,7 @@ class BatchRunner:
         self._stages = stages
         self._weights = weights
         self._gradients = weights.gradients
-        self._losses = losses
+        self._losses, self._window = losses, window
         self._failure = failure
         self._context = context
         self._same_batches = SameBatches(context, failure.raise_alone)
@@ -87,7 +90,7 @@ class BatchRunner:
         target: Any,
         *,
         backward: bool = False,
-        totals: torch.Tensor | None = None,
+        totals: LossTotals | None = None,
         seen: Seen | None = None,
     ) -> None:
         """Run a batch (:mod:`paramp.parallel.batches`); append outputs and targets to ``seen``. Failures are recorded.
@@ -114,16 +117,16 @@ class BatchRunner:
         if not backward:
             self._run(microbatches, loss)
             return
-        losses.begin_backward(batch)
+        self._window.begin_backward(batch)
         if self._chunks is not None:  # now that the gradients of a past step are dropped
             microbatches = self._begin_chunks(microbatches)
-        with losses.failing():
-            self._run(microbatches, loss, backward=True, overlap=losses.in_last_call)
+        with self._window.failing():
+            self._run(microbatches, loss, backward=True, overlap=self._window.in_last_call)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:
         """The loss of a batch, or of a loader, as :meth:`Engine.evaluate` returns it."""
-        totals = self._losses.no_losses()
+        totals = LossTotals(self._context)
         with self._context.phase("evaluation"), evaluation_mode(self._stages):
             if target is None and is_loader(inputs):
                 run_loader(inputs, self.run, totals, self.num_microbatches, self._failure, self._context)
@@ -135,11 +138,10 @@ class BatchRunner:
         self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
     ) -> tuple[Any, Any, torch.Tensor | None]:
         """Run the next batch of ``data_iter``, as :meth:`Engine.execute_schedule` does."""
-        losses = self._losses
         inputs, target = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
-        totals = losses.no_losses() if forward_only and return_loss else None
+        totals = LossTotals(self._context) if forward_only and return_loss else None
         seen: Seen | None = [] if return_output_label else None
         with self._context.phase("evaluation" if forward_only else BATCH), torch.set_grad_enabled(not forward_only):
             self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
@@ -150,7 +152,9 @@ class BatchRunner:
             self._failure.record(error)
         if not return_loss:
             self._failure.agree(self._failure.take())
-        return *shown, losses.mean(totals) if return_loss else None
+        if not return_loss:
+            return *shown, None
+        return *shown, self._window.mean_loss() if totals is None else self._losses.mean(totals)
 
     def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
@@ -177,20 +181,16 @@ class BatchRunner:
 
     def run_backward(self, loss: Loss) -> None:
         """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
-        losses, loss = self._losses, self.criterion.counted(loss)
+        window, loss = self._window, self.criterion.counted(loss)
         if self._chunks is not None:
             raise RuntimeError(WHOLE_BATCH)
-        losses.begin_backward(None)
-        taking_part = self._taking_part(losses.in_last_call)
-        with self._context.phase("backward"), losses.failing(), taking_part as begin_reductions, self._compute.enter():
-            value = losses.scaled(map_tensors(full_tensor, loss))
+        window.begin_backward(None)
+        taking_part = self._taking_part(window.in_last_call)
+        with self._context.phase("backward"), window.failing(), taking_part as begin_reductions, self._compute.enter():
+            value = self._losses.scaled(map_tensors(full_tensor, loss))
             begin_reductions()
-            losses.in_backward = True
-            try:
-                with self._stages.resetting():
-                    value.backward()
-            finally:
-                losses.in_backward = False
+            with window.foreign.ours(), self._stages.resetting():
+                value.backward()
 
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
@@ -201,7 +201,7 @@ class BatchRunner:
             batch = Batch.called_with(args, kwargs).unwrapped()
             self._same_batches.check(training, batch)
             self._weights.put_back()
-            failing = self._losses.failing(incomplete=False) if training else nullcontext()
+            failing = self._window.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
             with failing, self._context.phase("forward" if training else "evaluation"), self._computing(), running:
                 output = self._stages(*batch.args, **batch.kwargs)
@@ -209,7 +209,7 @@ class BatchRunner:
                 return map_tensors(full_tensor, output)
             self.criterion.find_count(output, batch)
             for tensor in tensors(output):
-                self._losses.watch(tensor)
+                self._window.foreign.watch(tensor)
             return output
         if training:
             raise RuntimeError(
@@ -291,7 +291,7 @@ class BatchRunner:
 
         def before_last_backward() -> None:
             nonlocal begun
-            if backward:
+            if backward and self._losses.unit.is_used:
                 self._losses.unit.choose(None, self._losses.size)  # other data ranks wait for it
             if not begun:
                 begun = True

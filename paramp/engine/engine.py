@@ -1,48 +1,64 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
-The parts have modules of their own: a batch in microbatches (``batch_runner``), the losses of an accumulation window
-(``loss_window``), the decision of all ranks about the step (``step_decision``), its result and counters
-(``step_result``), failures of one rank (``shared_failure``), checkpoints (``train_state``), the whole model
-(``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
+The parts have modules of their own: a batch in microbatches (``batch_runner``), the accumulation window (``window``)
+and its losses (``losses``), the step with its decision, result and counters (``step``), failures of one rank
+(``shared_failure``), checkpoints (``train_state``), the whole model (``state.full_state``), and what is reported about
+training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import nn
 
-from ..base.spans import Observer, observed
+from ..base.spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.failures import naming_who_left
 from ..distributed.liveness import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
-from ..observe.replay import Window
+from ..observe.replay import WindowBatches
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..parallel.stage import Stages
-from ..scaling.loss_scaler import DistributedGradScaler, LossScaling
+from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .batch_runner import BatchRunner
-from .loss_window import Criterion, Loss, LossWindow, OwnLoss, StepGradients
+from .criterion import Criterion, Loss, OwnLoss
+from .losses import WindowLosses
 from .reproducible.setup import chunk_run
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
 from .state.weight_averages import WeightAverages
-from .step_decision import OptimizerStep
-from .step_result import StepCounters, StepResult
+from .step import OptimizerStep, StepCounters, StepResult
 from .train_state import Stateful, TrainingState
+from .window import AccumulationWindow
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-@naming_who_left("forward_backward", "execute_schedule", "backward", "evaluate", "step")
+def _on_every_rank(method: Method) -> Method:
+    """Every rank calls ``method``: if another one has left, the error names it (:mod:`paramp.distributed.failures`)."""
+
+    @functools.wraps(method)
+    def wrapper(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.context.departures.raise_named(method.__name__, error)
+
+    return cast(Method, wrapper)
+
+
 class Engine:
     """A sharded model with its optimizer and loss scaler. :func:`paramp.initialize` returns one.
 
@@ -77,24 +93,27 @@ class Engine:
         self.parameters, self.named_parameters = stages.module.parameters, stages.module.named_parameters
         self.scaler = DistributedGradScaler(device, **asdict(self.precision.scaling or LossScaling(enabled=False)))
         self.observers: list[Observer] = [] if context.heartbeat is None else [context.heartbeat]
+        self._phases = list(self.observers)  # what the heartbeat says of this rank
         self.before_step: list[Callable[[], None]] = []
         self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
-        gradients = StepGradients(weights.gradients, params.ties, overflow, self._failure)
-        losses = self._losses = LossWindow(self.scaler, gradients, Window(stages, device), self._failure, context)
+        weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
+        batches = WindowBatches(stages, device)
+        losses = self._losses = WindowLosses(self.scaler, self._failure, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
+        window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)
-        chunks = chunk_run(stages, params, losses, self._counters, self.observers)
+        chunks = chunk_run(stages, params, losses, batches, self._failure, self._counters, self.observers)
         self._runner = BatchRunner(
-            stages, weights, criterion, own_loss, losses, self._failure, self.observers, context, chunks
+            stages, weights, criterion, own_loss, losses, window, self._failure, self.observers, context, chunks
         )
-        self.ema = WeightAverages(params, losses, context.config.ema.decay) if context.config.ema else None
+        self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
-        step = OptimizerStep(weights, params.first_names, self.scaler, losses, self._counters, self.ema, context)
-        self._optimizer_step = step
-        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, losses.batches, context)
-        self._state = TrainingState(params, stages, step.updates, self._counters, losses, self.scaler, self.ema)
+        step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)
+        self._optimizer_step, step.averages = step, self.ema
+        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, batches, context)
+        self._state = TrainingState(params, stages, step.updates, self._counters, losses, window, self.scaler, self.ema)
         context.num_engines += 1
 
     @overload
@@ -103,6 +122,7 @@ class Engine:
     @overload
     def forward_backward(self, inputs: Any, target: Any = None, *, return_loss: Literal[False]) -> None: ...
 
+    @_on_every_rank
     def forward_backward(self, inputs: Any, target: Any = None, *, return_loss: bool = True) -> torch.Tensor | None:
         """Run this data rank's part of the batch forward and backward, in microbatches, and accumulate gradients.
 
@@ -122,10 +142,11 @@ class Engine:
                 next that returns a loss or steps; on a GPU by the :meth:`step` after that step, which is not made.
                 :meth:`zero_grad` drops the window.
         """
-        with self.context.phase(BATCH):
+        with span(self._phases, BATCH):
             self._runner.run(inputs, target, backward=True)
-            return self._losses.mean() if return_loss else None
+            return self._window.mean_loss() if return_loss else None
 
+    @_on_every_rank
     def execute_schedule(
         self,
         data_iter: Iterator[Any],
@@ -167,15 +188,17 @@ class Engine:
         Raises:
             ValueError: ``initialize`` got none, or it returned neither one element nor ``(sum, count)``.
         """
-        with self._losses.failing(incomplete=False):
+        with self._window.failing(incomplete=False):
             return self._runner.criterion(*args, **kwargs)
 
+    @_on_every_rank
     def backward(self, loss: Loss) -> torch.Tensor:
         """Run the backward of ``loss``, as :meth:`criterion` returned it; return what :meth:`forward_backward` does."""
-        with self.context.phase(BATCH):
+        with span(self._phases, BATCH):
             self._runner.run_backward(loss)
-            return self._losses.mean()
+            return self._window.mean_loss()
 
+    @_on_every_rank
     def evaluate(self, inputs: Any, target: Any = None) -> torch.Tensor:
         """The loss of a batch in evaluation mode, without gradients: a mean as in :meth:`forward_backward`.
 
@@ -184,7 +207,7 @@ class Engine:
         """
         return self._runner.evaluate(inputs, target)
 
-    @observed("step")
+    @_on_every_rank
     @torch.no_grad()
     def step(self) -> StepResult:
         """Step the optimizer, or skip the step on every rank if a gradient of any rank is not finite.
@@ -196,14 +219,19 @@ class Engine:
             ReplicaDrift: replicas were compared after this step (``check_replicas_every``) and differ; on every rank.
             TrainingDiverged: too many steps in a row were skipped (``max_skipped_in_a_row``); on every rank.
         """
+        with span(self.observers, "step"):
+            return self._step()
+
+    def _step(self) -> StepResult:
         scale = self.scaler.scale_tensor()
-        if not self._losses.end_call(scale):
+        if not self._window.end_call(scale):
             return StepResult(scale.double().reshape(1), stepping=False)
         may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
         for prepare in self.before_step:
             prepare()
         result = self._optimizer_step.make(scale)
-        self._replicas.check_in_turn()
+        if self._replicas.every is not None:
+            self._replicas.check_in_turn(self._replicas.every)
         if may_stop and result.overflow:
             raise divergence(self._counters.skips(), self.diagnose_overflow)
         return result
@@ -214,7 +242,7 @@ class Engine:
         The gradient is the mean over these calls. Call it after the last batch of an epoch, and before :meth:`save`. A
         backward without a call of :meth:`step` counts too; without any, nothing happens, and ``stepped`` is False.
         """
-        if self._losses.shorten():
+        if self._window.shorten():
             return self.step()
         return StepResult(self.scaler.scale_tensor().double().reshape(1), stepping=False)
 
@@ -240,7 +268,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Zero all gradients. Within an accumulation window only if a batch failed, as plain loops accumulate."""
-        self._losses.drop()
+        self._window.drop()
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode, as ``nn.Module.train`` does."""
@@ -285,7 +313,7 @@ class Engine:
 
     def gradient_histogram(self) -> GradientHistogram:
         """The scaled gradients by exponent. Every rank calls it between ``forward_backward`` and ``step`` only."""
-        self._losses.batches.check_unstepped()
+        self._window.check_unstepped()
         return histogram_of(self._weights, float(self.scaler.scale_tensor()), self.precision.compute)
 
     def diagnose_overflow(self) -> OverflowReport:
@@ -298,8 +326,8 @@ class Engine:
         Raises:
             RuntimeError: no step was taken since the last batch, or it was not skipped.
         """
-        losses, skipped = self._losses, self.num_skipped_in_a_row > 0
-        return diagnose_overflow(losses.batches, self._runner.rerun, losses.gradients, self.context, skipped=skipped)
+        batches, gradients, skipped = self._window.batches, self._weights.gradients, self.num_skipped_in_a_row > 0
+        return diagnose_overflow(batches, self._runner.rerun, gradients, self.context, skipped=skipped)
 
     def track(self, name: str, thing: Stateful) -> None:
         """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.

@@ -22,13 +22,14 @@ from ..base.errors import ConfigError
 from ..data.dataloader import each_sample_once
 from ..distributed.context import ParallelContext
 from ..parallel.batches import Batch
+from .losses import LossTotals
 from .shared_failure import SharedFailure
 
 
 class _SampleTotals:
-    """Adds losses up in ``totals``, as a :class:`~paramp.engine.loss_window.LossWindow` has them; means by samples."""
+    """Adds losses up in ``totals``; means by samples."""
 
-    def __init__(self, totals: torch.Tensor) -> None:
+    def __init__(self, totals: LossTotals) -> None:
         self._totals = totals
         self._samples = self._num_left = 0
 
@@ -40,7 +41,7 @@ class _SampleTotals:
         """Add what the loss of a microbatch adds to the totals; a mean, which has no count, once for each sample."""
         self._num_left -= 1
         if self._num_left >= 0:
-            self._totals += torch.where(added[2] > 0, added, added * self._samples)
+            self._totals.add_(torch.where(added[2] > 0, added, added * self._samples))
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def is_loader(inputs: Any) -> bool:
 def run_loader(
     loader: Iterable[Any],
     run: Callable[..., None],
-    totals: torch.Tensor,
+    totals: LossTotals,
     num_microbatches: int,
     failure: SharedFailure,
     context: ParallelContext,
@@ -72,7 +73,7 @@ def run_loader(
 
     Args:
         run: called with a batch, None and ``totals=`` an object whose ``add_`` takes what a microbatch's loss adds.
-        totals: 1-dim float64 of 4 elements, as :attr:`paramp.engine.loss_window.LossWindow.totals`.
+        totals: what they are added to.
 
     Raises:
         ConfigError: on every rank: there is no batch, the ranks of a model group have different numbers of batches, or

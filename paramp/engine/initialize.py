@@ -28,8 +28,8 @@ from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.stage import tie_stages
 from . import model_setup as setup
+from .criterion import Criterion
 from .engine import Engine
-from .loss_window import Criterion
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .reproducible import setup as exact
 from .state.model_tensors import ParamChunks

@@ -35,7 +35,11 @@ SAME_KIND = "in one accumulation window; return the same kind for every microbat
 
 
 class SharedFailure:
-    """The failure of this rank, until every rank has raised it. One for each engine of ``context``."""
+    """The failure of this rank, until every rank has raised it. One for each engine of ``context``.
+
+    Attributes:
+        is_shared: whether failures are known only from a sum over ranks, or on a GPU; else they are raised at once.
+    """
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
@@ -57,6 +61,7 @@ class SharedFailure:
         self._count = torch.zeros(1, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._unread = False
+        self.is_shared = context.world_size > 1 or device.type == "cuda"
 
     def refuse_if_alone(self) -> None:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""

@@ -30,15 +30,17 @@ from ..checkpoint.header import MODEL, Header
 from ..checkpoint.open_checkpoint import open_together
 from ..config.schema import flatten
 from ..distributed.liveness import SAVE
-from ..optim.fused_step import FusedStep, Step
+from ..optim.choose_step import Step
+from ..optim.fused_step import FusedStep
 from ..parallel.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
-from .loss_window import LossWindow
+from .losses import WindowLosses
 from .state.model_tensors import ModelTensors, ParamChunks
 from .state.optimizer_state import OptimizerState
 from .state.random_streams import RandomStreams, saved_layout
 from .state.weight_averages import WeightAverages
-from .step_result import StepCounters
+from .step import StepCounters
+from .window import AccumulationWindow
 
 
 class Stateful(Protocol):
@@ -60,7 +62,8 @@ class TrainingState:
         stages: Stages,
         updates: Sequence[Step],
         counters: StepCounters,
-        losses: LossWindow,
+        losses: WindowLosses,
+        window: AccumulationWindow,
         scaler: DistributedGradScaler,
         averages: WeightAverages | None,
     ) -> None:
@@ -71,7 +74,7 @@ class TrainingState:
         self._random = RandomStreams(stages, params.context)
         self._updates = updates
         self._counters = counters
-        self._losses = losses
+        self._losses, self._window = losses, window
         self._scaler = scaler
         self._averages = averages
         self._saver = Saver(params.context)
@@ -87,7 +90,7 @@ class TrainingState:
         self._tracked[name] = thing
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
-        self._losses.check_paused()
+        self._window.check_not_averaged()
         self._num_saves += 1
         with self._context.phase(SAVE):  # by the store, as other ranks may be in collectives of a batch
             self._context.departures.gather(f"save/{self._number}/{self._num_saves}", "engine.save")
@@ -103,7 +106,7 @@ class TrainingState:
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
         from ..checkpoint.dcp_storage import read  # imports torch's checkpointing and DTensor, as the first save does
 
-        self._losses.check_paused()
+        self._window.check_not_averaged()
         with self._context.phase("checkpoint"):
             self._saver.finish()
             group = self._saver.group
@@ -127,11 +130,11 @@ class TrainingState:
                 update.state_loaded()
             self._load_values(header.values)
             self._random.load(fill, header, self._counters.read()[0])
-        self._losses.restart()
+        self._window.restart()
 
     def _contents(self, numbers: dict[str, str], count_unit: float | None) -> tuple[list[Chunk], dict[str, Any]]:
         """The chunks of this rank, and the values that are equal on all ranks, the arguments among them."""
-        self._losses.check_ended()
+        self._window.check_ended()
         values = {
             "layout": saved_layout(self._context),
             "config": flatten(self._context.config),

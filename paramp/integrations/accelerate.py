@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base.errors import ConfigError, shown
 from ..engine.compute_context import ComputeContext
 from ..precision.policy import Precision
-from ..scaling.loss_scaler import LossScaling
+from ..scaling.loss_scaling import LossScaling
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, plain_optimizer
 from .shared_scale import SharedScale

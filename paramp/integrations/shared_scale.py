@@ -13,8 +13,9 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ..precision.policy import Precision
-from ..scaling.grad_norm import dense_gradients
-from ..scaling.loss_scaler import DistributedGradScaler, LossScaling
+from ..scaling.grad_reduce import dense_gradients
+from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.loss_scaling import LossScaling
 
 
 def device_types(models: Collection[nn.Module]) -> list[str]:

@@ -21,7 +21,7 @@ from ..parallel.batches import Batch
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
 from .overflow_hooks import Tracer, owner_of
 from .own_loop import OwnModel, agreed_call, checked_scale
-from .replay import Call, Window
+from .replay import Call, WindowBatches
 
 NOT_RECORDED = (
     "the module, microbatch and data rank are not known, because the engine was not given the batch: call "
@@ -46,7 +46,7 @@ class Gradients(Protocol):
 
 
 def diagnose_overflow(
-    window: Window,
+    window: WindowBatches,
     rerun: Callable[[Call, torch.Tensor, Tracer], None],
     gradients: Gradients,
     context: ParallelContext | None,
@@ -150,9 +150,9 @@ def trace_overflow(
 
     context = agreed_call("trace_overflow", context, check)
     stages = OwnModel(model, context)
-    window = Window(stages, _random_device() if len(own[0].random) > 1 else torch.device("cpu"))
+    window = WindowBatches(stages, _random_device() if len(own[0].random) > 1 else torch.device("cpu"))
     window.calls = [Call(_Given.of_user(one.batch), (one.random, []), number) for number, one in enumerate(own)]
-    window.end(torch.tensor(scale, dtype=torch.float32, device=stages.device))
+    window.scale = torch.tensor(scale, dtype=torch.float32, device=stages.device)
 
     def rerun(call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
         assert isinstance(call.batch, _Given)
@@ -246,7 +246,7 @@ def divergence(counts: Sequence[int], diagnose: Callable[[], OverflowReport]) ->
 
 
 def _investigate(
-    window: Window,
+    window: WindowBatches,
     run: Callable[[torch.Tensor], Tracer],
     find: Callable[[], tuple[NonFiniteGradient, ...]],
     gradients: Gradients,
@@ -280,7 +280,7 @@ def _investigate(
     return OverflowReport(scale, (non_finite or of_step) if problem else non_finite, origin, unknown)
 
 
-def _stages_by_parameter(window: Window, places: Sequence[int]) -> dict[str, int]:
+def _stages_by_parameter(window: WindowBatches, places: Sequence[int]) -> dict[str, int]:
     """Parameter name -> the index in the model of the first of this rank's stages that has it."""
     found: dict[str, int] = {}
     for place, stage in zip(places, window.stages, strict=True):

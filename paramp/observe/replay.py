@@ -25,7 +25,7 @@ class Call(NamedTuple):
     number: int
 
 
-class Window:
+class WindowBatches:
     """The calls of an accumulation window, kept until the next window begins."""
 
     def __init__(self, stages: Stages, device: torch.device) -> None:
@@ -56,22 +56,10 @@ class Window:
         """Whether it has gradients that no step has used yet."""
         return self.scale is None and (self.calls is None or len(self.calls) > 0)
 
-    def check_unstepped(self) -> None:
-        """Raise a RuntimeError if a step was made since the last backward."""
-        if self.scale is not None:
-            raise RuntimeError(
-                "gradient_histogram(): a step was made with these gradients, and may have divided them; call it "
-                "between forward_backward and step"
-            )
-
     def drop(self) -> None:
         """Discard the calls of an unfinished window, after its gradients were zeroed."""
         if self.scale is None:
             self.calls = []
-
-    def end(self, scale: torch.Tensor) -> None:
-        """Record the window's step, whose gradients carry ``scale``, 0-dim."""
-        self.scale = scale
 
     @contextmanager
     def again(self) -> Iterator[Iterator[Call]]:

@@ -33,7 +33,7 @@ from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits
 from .own_loop import agreed_call
-from .replay import Window
+from .replay import WindowBatches
 from .same_data import different_data
 
 Column = tuple[str, "ReplicaGroup"]
@@ -136,10 +136,12 @@ class Replicas:
         weights: FlatWeights | torch.optim.Optimizer | None,
         ties: Iterable[TiedParameter],
         scaler: DistributedGradScaler | None,
-        batches: Window | None,
+        batches: WindowBatches | None,
         context: ParallelContext,
     ) -> None:
-        """``weights``: what is stepped, or, where that is the parameters themselves, the optimizer if it is known.
+        """:attr:`every`: after how many steps an engine compares; None: never.
+
+        ``weights``: what is stepped, or, where that is the parameters themselves, the optimizer if it is known.
 
         ``batches``: the window of the last step, in which a model group may have had different data.
         """
@@ -149,6 +151,7 @@ class Replicas:
         self._names = tuple(context.roles)
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
+        self.every = context.config.check_replicas_every
         parts = [] if scaler is None else [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
         parts += self._weight_parts(module, ties)
         part_of = {part.name: part for part in parts}
@@ -302,12 +305,11 @@ class Replicas:
 
     # --------------------------------------------------------------------------------------------------- repairing
 
-    def check_in_turn(self) -> None:
-        """Count a step, made or skipped; every ``check_replicas_every`` steps call :meth:`stop_or_repair`."""
-        config = self._context.config
+    def check_in_turn(self, every: int) -> None:
+        """Count a step, made or skipped; every ``every`` steps call :meth:`stop_or_repair`."""
         self._num_steps += 1
-        if config.check_replicas_every is not None and self._num_steps % config.check_replicas_every == 0:
-            self.stop_or_repair(repair=config.repair_replicas)
+        if self._num_steps % every == 0:
+            self.stop_or_repair(repair=self._context.config.repair_replicas)
 
     def stop_or_repair(self, *, repair: bool) -> None:
         """Compare; on a difference raise on every rank, or repair it and warn on the main rank.

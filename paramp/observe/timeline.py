@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,75 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..base.coerce import user_path
 from ..base.collectives import gather_objects
-from ..base.spans import STEP, Observer, Recorder, Span
+from ..base.spans import STEP, Observer
 from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation on one rank."""
+
+    kind: str
+    """``forward``, ``loss``, ``backward``; where the schedule splits it, ``backward input`` (gradients of activations)
+    and ``backward weight``; ``step``: gradients reduced and checked, and the optimizer's step."""
+    begin: float
+    end: float
+    """Seconds since recording began."""
+    stage: int | None = None
+    microbatch: int | None = None
+    call: int = 0
+    """The index of the call of ``forward_backward``; with gradient accumulation a step has several."""
+
+
+class Recorder:
+    """Records the spans of one rank, by the clock of its process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recorded: list[tuple[str, Any, Any, int | None, int | None, int]] = []
+        self._call = -1
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._base = self._now()
+        self.origin = time.perf_counter()
+
+    def begin_call(self) -> None:
+        """A batch begins."""
+        self._call += 1
+
+    @contextmanager
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Record what runs inside."""
+        begin = self._now()
+        yield
+        self._recorded.append((kind, begin, self._now(), stage, microbatch, max(self._call, 0)))
+
+    def spans(self) -> list[Span]:
+        """All recorded spans, in seconds of this process's clock; on CUDA it synchronises."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [
+            Span(kind, self._seconds(begin), self._seconds(end), stage, microbatch, call)
+            for kind, begin, end, stage, microbatch, call in self._recorded
+        ]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        if self._device.type != "cuda":
+            return float(moment)
+        return self.origin + float(self._base.elapsed_time(moment)) / 1000
 
 
 @dataclass(frozen=True)

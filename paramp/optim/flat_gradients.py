@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, compress
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..base.collectives import sum_
@@ -24,8 +23,8 @@ from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
-from ..scaling.grad_norm import unscale_and_check_
-from ..scaling.grad_reduce import align_gradients, sum_tied_gradients
+from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
+from ..scaling.replicas import TiedParameter
 from .master_weights import NamedParameters, check_frozen
 from .param_buffer import Buffer, FlatParam, StepRange
 from .zero import OverlappedReduceScatter
@@ -50,7 +49,12 @@ class FlatGradients:
         buffers: the buffers of ``params``, in the order in which the backward completes them.
         ranges: the ranges that this rank steps if every parameter has a gradient.
         frozen: the parameters that are not trained, by name.
-        tied: the parameters that several pipeline stages hold a copy of.
+        ties: the parameters that several pipeline stages hold a copy of.
+
+    Attributes:
+        overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
+        fail: called with an error for gradients that a step cannot use.
+        before_batch: called before the forward of each batch.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class FlatGradients:
         buffers: Sequence[Buffer],
         ranges: Sequence[StepRange],
         frozen: NamedParameters,
-        tied: Collection[nn.Parameter],
+        ties: Sequence[TiedParameter],
         precision: Precision,
         context: ParallelContext,
     ) -> None:
@@ -72,12 +76,13 @@ class FlatGradients:
         self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
         self._ranges = ranges
         self._frozen = frozen
-        self._tied = tied
-        self._tied_params = [param for param in params if param.parameter in tied]
+        self._ties, self._tied = ties, {tie.parameter for tie in ties}
+        self._tied_params = [param for param in params if param.parameter in self._tied]
+        self.overflow = torch.zeros((), device=context.device)
+        self.fail: Callable[[Exception], None] = _raise
         self._reduce_dtypes = precision.reduce_dtypes
         self._context = context
-        self.before_batch: Callable[[], None] = lambda: None
-        """Called before the forward of each batch."""
+        self.before_batch: Callable[[], object] = lambda: None
         self._absent: list[FlatParam] = []
         self._noted = [0] * len(params)
         self._noted_outside: dict[FlatParam, tuple[torch.Tensor, tuple[int, ...]]] = {}
@@ -94,7 +99,32 @@ class FlatGradients:
         self._overlapped: OverlappedReduceScatter | None = None
         if any(buffer.num_parts > 1 for buffer in buffers):
             reduce_dtype = self._reduce_dtypes.dp
-            self._overlapped = OverlappedReduceScatter(buffers, context, reduce_dtype, tied, self._take_back)
+            self._overlapped = OverlappedReduceScatter(buffers, context, reduce_dtype, self._tied, self._take_back)
+
+    def complete(self) -> torch.Tensor:
+        """Bring each gradient to its parameter's placements, and sum it over data ranks and tied copies.
+
+        Returns this rank's flag, 0-dim float32: 1 if a non-finite gradient was then sharded, or cast to float8, so
+        that the finite check would not find it.
+        """
+        found_inf = self.overflow.clone()
+        self.overflow.zero_()
+        try:
+            self.before_batch()  # parameters may have been replaced since the backward
+            self.check()
+        except RuntimeError as error:
+            self.fail(error)
+        self.collect(found_inf)
+        self.reduce()
+        return found_inf
+
+    def drop(self, *, overflow: bool = True) -> None:
+        """Make all gradients zero, and forget an ``overflow`` that they hide."""
+        self.zero_grad()
+        for tie in self._ties:
+            tie.summed = None
+        if overflow:
+            self.overflow.zero_()
 
     def zero_grad(self) -> None:
         """Set every gradient to zero: one fill for each buffer."""
@@ -171,7 +201,8 @@ class FlatGradients:
 
         A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
-        check_frozen(self._frozen)
+        if any(parameter.grad is not None for _, parameter in self._frozen):
+            check_frozen(self._frozen)
         self.begin_window()
         moved = self._addresses.moved() if self._addresses is not None else None
         if moved is not None:
@@ -200,8 +231,8 @@ class FlatGradients:
             hook.remove()
         self._hooks = []
         arrived = [param for param in outside if param.parameter.grad is not None]
-        whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
         if arrived:
+            whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
             unscale_and_check_(whole, torch.ones_like(found_inf), found_inf)
             torch._foreach_copy_(
                 [param.local_gradient for param in arrived],
@@ -265,9 +296,10 @@ class FlatGradients:
         group = self._context.batch_axis.group
         tied = [param.local_gradient for param in self._tied_params]
         whole = [buffer.gradients for buffer in self._buffers] if self._overlapped is None else tied
-        for gradients in whole:
+        for gradients in whole if self._context.batch_axis.size > 1 else ():
             sum_([gradients], group, self._reduce_dtypes.dp)
-        sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
+        if self._ties:
+            sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
         if self._overlapped is not None:
             if tied and self._context.batch_axis.rank > 0:
                 torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
@@ -312,6 +344,10 @@ class FlatGradients:
     def _own_gradient(self, param: FlatParam) -> torch.Tensor:
         buffer = self._buffer_of[param]
         return buffer.gradients[buffer.flat_range(param)]
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, tuple[int, ...]]) -> bool:

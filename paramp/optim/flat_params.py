@@ -65,6 +65,7 @@ class FlatWeights:
         by_optimizer: the weights of each optimizer.
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
+        put_back: :meth:`~.changes.replaced_parameters.ModelParameters.put_back` of the model's parameters.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        tied, ranges = {tie.parameter for tie in ties}, StepRanges(self.buffers).everything
-        given = self.params, self.buffers, ranges, self.frozen, tied, stored, context
+        given = self.params, self.buffers, StepRanges(self.buffers).everything, self.frozen, ties, stored, context
         self.gradients = _gradients(given, units, context)
-        self.gradients.before_batch = self.put_back
+        self._model_parameters.replaced = self._follow_replaced
+        self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 
     @property
     def device(self) -> torch.device:
@@ -180,14 +181,9 @@ class FlatWeights:
                 buffer = self._buffer_of[param]
                 buffer.masters.follow(buffer.own_range(param))
 
-    def put_back(self) -> None:
-        """Copy the values of parameters that replaced the model's own into these, and put these back into the model.
-
-        Raises:
-            RuntimeError: the replacements differ in shape, dtype or placements, or untie a tied parameter.
-        """
-        replaced = self._model_parameters.put_back()
-        if replaced and self._units is not None:
+    def _follow_replaced(self, replaced: Sequence[nn.Parameter]) -> None:
+        """Follow parameters that were put back into the model with the values of their replacements."""
+        if self._units is not None:
             self._units.put_back(self._memory())
         self.follow_weights(replaced)
 
@@ -233,6 +229,7 @@ class OptimizerWeights:
         buffers: the buffers that hold them; no other optimizer's.
         step_ranges: the ranges of the buffers that are stepped with the same options.
         changes: those of all weights.
+        is_partitioned: whether each data rank steps only its part (ZeRO).
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
     """
 
@@ -245,6 +242,7 @@ class OptimizerWeights:
         self.step_ranges = StepRanges(self.buffers)
         self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
+        self.is_partitioned = weights.is_partitioned
         self._pairs = [pair for pair in weights.pairs() if pair[0].optimizer == index]
         self._context = context
 

@@ -16,7 +16,7 @@ from ..base.scratch import zeros_apart
 from ..base.torch_internals import take
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
-from ..scaling.grad_norm import NORM_BLOCK
+from ..scaling.local_norm import NORM_BLOCK
 from .master_storage import MASTER_STORAGE, StochasticWeights
 
 ALIGNMENT = 64

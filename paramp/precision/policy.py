@@ -19,7 +19,7 @@ import torch
 
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
-from ..scaling.loss_scaler import LossScaling
+from ..scaling.loss_scaling import LossScaling
 from .foreign_options import AMP_TYPE, as_dtype, colossalai_options
 
 

@@ -5,28 +5,24 @@ over the world then gives the exact sum (:func:`norm_power`). If several pipelin
 counts, with the summed gradient.
 """
 
-import functools
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..base import sizes
 from ..base.collectives import gather_objects
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
+from .decision import clip_coefficient
 from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
+from .local_norm import norm_power
 from .replicas import World, current_world, num_replicas
 
-expect("torch._foreach_mul_", "torch._foreach_norm", "torch._amp_foreach_non_finite_check_and_unscale_")
-
-Sums = Callable[[torch.Tensor], torch.Tensor]
-"""The sum of squares of each row of a half-precision tensor, 2-dim with rows of ``NORM_BLOCK`` elements; 1-dim fp32."""
+expect("torch._foreach_mul_")
 
 
 def clip_grad_norm_(
@@ -186,11 +182,6 @@ def positive(name: str, value: Any, allowed: str) -> float:
     return number
 
 
-def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that scales ``norm`` down to ``max_norm``, at most 1 (torch's formula, with its 1e-6)."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
 def norm_weight(parameter: torch.Tensor, context: World | None) -> float:
     """The norm weight of ``parameter``: 1 / the number of ranks that hold each of its elements."""
     for tie in context.ties if context else ():
@@ -212,113 +203,6 @@ def total_norm(
     return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)[0]
 
 
-def norm_power(
-    gradients: Sequence[torch.Tensor],
-    norm_weights: Sequence[float],
-    norm_type: float,
-    device: torch.device,
-    sums: Sums | None = None,
-) -> torch.Tensor:
-    """This rank's part of the norm of plain ``gradients``: sum of weight x |g|**p, or the maximum for p = inf.
-
-    Args:
-        gradients, norm_weights, norm_type: as for :func:`total_norm`.
-        sums: the sums of squares of long half-precision gradients on a CPU, for p = 2; None: torch's own norms.
-
-    Returns:
-        0-dim float64 on ``device``. In float64 the p-th powers of fp32 norms do not overflow for p below 8.
-    """
-    by_place: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, gradient in enumerate(gradients):
-        if norm_weights[index] and gradient.numel():
-            by_place[gradient.device, gradient.dtype].append(index)
-    parts = [torch.zeros((), dtype=torch.float64, device=device)]
-    for (where, _), indices in by_place.items():
-        powers = _powers([gradients[index] for index in indices], norm_type, sums)
-        counts = _on_device(tuple(norm_weights[index] for index in indices), where)
-        parts.append((powers.amax() if math.isinf(norm_type) else (powers * counts).sum()).to(device))
-    return torch.stack(parts).amax() if math.isinf(norm_type) else torch.stack(parts).sum()
-
-
-@functools.lru_cache(maxsize=64)
-def _on_device(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """``values`` as float64; cached, because a copy to a GPU synchronises."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def _powers(gradients: Sequence[torch.Tensor], norm_type: float, sums: Sums | None) -> torch.Tensor:
-    """The sum of |g|**p of each gradient (all of one device and dtype), or its maximum for p = inf; float64."""
-    if gradients[0].device.type == "cpu":
-        return torch.stack([_blocked_power(gradient, norm_type, sums) for gradient in gradients])
-    # Powers of fp16 elements do not overflow in fp32; those of large fp32 and bf16 elements would.
-    wide = torch.float32 if gradients[0].dtype is torch.float16 else torch.float64
-    norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=wide)).double()
-    return norms if math.isinf(norm_type) else norms.pow(norm_type)
-
-
-NORM_BLOCK = 512
-"""Elements of a CPU tensor that are summed in fp32."""
-FAR = 2**23
-"""Elements from which on a CPU tensor does not fit into the cache."""
-REGIONS = 4
-"""Parts in which such a tensor is read at the same time: a core fetches several streams of memory faster than one."""
-LONG = 2**16
-"""Elements from which :data:`Sums` are used: a call has its cost, and compiling takes seconds."""
-
-
-def _blocked_power(gradient: torch.Tensor, norm_type: float, sums: Sums | None = None) -> torch.Tensor:
-    """As :func:`_powers` for one gradient on the CPU, from the norms of short blocks, combined in float64.
-
-    On a CPU torch sums all elements of a tensor in fp32, one after the other: for ten million elements the relative
-    error of the 2-norm is 4e-4, of the 1-norm 1e-3. With blocks it is below 1e-7.
-    """
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    flat = gradient.reshape(-1)
-    if sums is not None and norm_type == 2 and flat.dtype is not wide and flat.numel() >= LONG:
-        rest = flat.numel() % NORM_BLOCK
-        power = sums(flat[: flat.numel() - rest].view(-1, NORM_BLOCK)).double().sum()
-        if rest:
-            power = power + _blocked_power(flat[-rest:], norm_type)
-        return _finite_power(power, flat, norm_type)
-    if flat.dtype is wide:
-        norms = _block_norms(flat, norm_type)
-    else:
-        size = sizes.WIDEN_BLOCK
-        scratch, chunks = torch.empty(min(size, flat.numel()), dtype=wide), flat.split(size)
-        norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
-    if math.isinf(norm_type):
-        return norms.double().amax()
-    power = norms.double().pow(norm_type).sum()
-    return _finite_power(power, flat, norm_type) if wide is torch.float32 else power
-
-
-def _finite_power(power: torch.Tensor, flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """``power``; computed again in float64 if it is not finite: powers of large finite elements overflow in fp32."""
-    if power.isfinite():
-        return power
-    return torch.linalg.vector_norm(flat.double(), norm_type).pow(norm_type)
-
-
-def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of each block of ``flat``, 1-dim, in any order."""
-    regions = REGIONS if flat.numel() >= FAR else 1
-    whole = flat.numel() // (regions * NORM_BLOCK) * (regions * NORM_BLOCK)
-    blocks = flat[:whole].view(regions, -1, NORM_BLOCK).transpose(0, 1)
-    norms = torch.linalg.vector_norm(blocks, norm_type, dim=2).flatten()
-    if whole == flat.numel():
-        return norms
-    rest = [torch.linalg.vector_norm(one, norm_type).reshape(1) for one in flat[whole:].split(NORM_BLOCK)]
-    return torch.cat([norms, *rest])
-
-
-def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device) -> torch.Tensor:
-    """This rank's part of the number of zero elements, 0-dim float64 on ``device``."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
-        total += (gradient.numel() - gradient.count_nonzero()).to(device) * norm_weight
-    return total
-
-
 def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
     """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks ``failed``, a number or 0-dim."""
     distributed = dist.is_available() and dist.is_initialized()
@@ -331,66 +215,3 @@ def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tu
         dist.all_reduce(table)
     norm = table[:size].amax() if math.isinf(norm_type) else table[0].pow(1.0 / norm_type)
     return norm, table[size] if distributed else failed
-
-
-@torch.no_grad()
-def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
-
-    Each element is checked separately, before the multiplication, so large finite values whose sum would overflow do
-    not count. One fused pass for each device and dtype, two for bfloat16 on a GPU.
-
-    Args:
-        gradients: of any shape, device and floating-point dtype.
-        inv_scale, found_inf: 0-dim float32.
-    """
-    buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        buckets[gradient.device, gradient.dtype].append(gradient)
-    for (device, dtype), bucket in buckets.items():
-        flag = torch.zeros((), dtype=torch.float32, device=device)
-        factor = inv_scale.to(device, non_blocking=True)
-        if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
-            _unscale_bfloat16_(bucket, flag, factor)
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
-        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
-
-
-def _unscale_bfloat16_(gradients: Sequence[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
-    """torch's ``_amp_foreach_non_finite_check_and_unscale_`` for bfloat16: two fused passes, whatever their number.
-
-    ``factor`` is rounded to bfloat16, as torch rounds it there; powers of two are exact.
-    """
-    if present := [gradient for gradient in gradients if gradient.numel()]:
-        largest = torch._foreach_norm(present, math.inf)  # one of its elements, or NaN
-        flag.copy_(torch.maximum(flag, ~torch.stack(largest).isfinite().all()))
-        torch._foreach_mul_(present, factor.bfloat16())  # fused for a factor of their dtype only
-
-
-@torch.no_grad()
-def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-    """Redistribute each gradient to its parameter's placements, and sum those of tied parameters; in place.
-
-    Args:
-        found_inf: 0-dim float32; set to 1 if an element of a gradient that this rank drops is not finite. The elements
-            that it keeps are not checked here; use :func:`unscale_and_check_`.
-    """
-    unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
-    context = current_world()
-    if context is not None:
-        sum_tied_gradients(context, parameters)
-
-
-def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The local dense gradients of ``parameters``; of sparse gradients, the values."""
-    dense = []
-    for parameter in parameters:
-        gradient = writable_gradient(parameter)
-        if gradient is not None and gradient.is_sparse:
-            # Entries of the same index are summed; in fp16 the sum may overflow even if the entries do not.
-            parameter.grad = gradient = gradient.coalesce()
-            dense.append(gradient._values())
-        elif gradient is not None:
-            dense.append(local(gradient))
-    return dense

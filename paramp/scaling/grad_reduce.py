@@ -1,9 +1,11 @@
-"""Redistribution of gradients to their parameters' placements, and sums over the copies of tied parameters."""
+"""From the gradients of a backward to complete ones: redistributed to their parameters' placements, summed over the
+copies of tied parameters, checked and unscaled."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,7 +13,10 @@ import torch.distributed as dist
 
 from ..base.collectives import sum_
 from ..base.dtensor import is_dtensor, local, resolved, version, wrap
-from .replicas import TiedParameter, World
+from ..base.torch_internals import expect
+from .replicas import TiedParameter, World, current_world
+
+expect("torch._foreach_mul_", "torch._foreach_norm", "torch._amp_foreach_non_finite_check_and_unscale_")
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,3 +146,66 @@ def mark_tied_sums(ties: Iterable[TiedParameter]) -> None:
 def _is_summed(tie: TiedParameter) -> bool:
     gradient = tie.parameter.grad
     return tie.summed is not None and tie.summed[0] is gradient and tie.summed[1] == version(gradient)
+
+
+@torch.no_grad()
+def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiply plain dense ``gradients`` by ``inv_scale`` in place; set ``found_inf`` to 1 if an element is not finite.
+
+    Each element is checked separately, before the multiplication, so large finite values whose sum would overflow do
+    not count. One fused pass for each device and dtype, two for bfloat16 on a GPU.
+
+    Args:
+        gradients: of any shape, device and floating-point dtype.
+        inv_scale, found_inf: 0-dim float32.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        buckets[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), bucket in buckets.items():
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        factor = inv_scale.to(device, non_blocking=True)
+        if dtype is torch.bfloat16 and device.type != "cpu":  # torch's kernel has no bfloat16 on GPUs
+            _unscale_bfloat16_(bucket, flag, factor)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, factor)
+        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
+
+
+def _unscale_bfloat16_(gradients: Sequence[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
+    """torch's ``_amp_foreach_non_finite_check_and_unscale_`` for bfloat16: two fused passes, whatever their number.
+
+    ``factor`` is rounded to bfloat16, as torch rounds it there; powers of two are exact.
+    """
+    if present := [gradient for gradient in gradients if gradient.numel()]:
+        largest = torch._foreach_norm(present, math.inf)  # one of its elements, or NaN
+        flag.copy_(torch.maximum(flag, ~torch.stack(largest).isfinite().all()))
+        torch._foreach_mul_(present, factor.bfloat16())  # fused for a factor of their dtype only
+
+
+@torch.no_grad()
+def complete_and_check(parameters: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+    """Redistribute each gradient to its parameter's placements, and sum those of tied parameters; in place.
+
+    Args:
+        found_inf: 0-dim float32; set to 1 if an element of a gradient that this rank drops is not finite. The elements
+            that it keeps are not checked here; use :func:`unscale_and_check_`.
+    """
+    unscale_and_check_(align_gradients(parameters), torch.ones_like(found_inf), found_inf)
+    context = current_world()
+    if context is not None:
+        sum_tied_gradients(context, parameters)
+
+
+def dense_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The local dense gradients of ``parameters``; of sparse gradients, the values."""
+    dense = []
+    for parameter in parameters:
+        gradient = writable_gradient(parameter)
+        if gradient is not None and gradient.is_sparse:
+            # Entries of the same index are summed; in fp16 the sum may overflow even if the entries do not.
+            parameter.grad = gradient = gradient.coalesce()
+            dense.append(gradient._values())
+        elif gradient is not None:
+            dense.append(local(gradient))
+    return dense

@@ -12,7 +12,7 @@ from pool import on_ranks
 
 import paramp
 from paramp.base import sizes
-from paramp.scaling.grad_norm import NORM_BLOCK
+from paramp.scaling.local_norm import NORM_BLOCK
 
 PACKAGE = Path(paramp.__file__).parent
 NAMES = {name for name in vars(sizes) if name.isupper()}

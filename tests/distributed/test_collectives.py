@@ -9,9 +9,8 @@ from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paramp.base import collectives
-from paramp.distributed import dtensors_over_gloo
 from paramp.base.collectives import all_reduce_, broadcast_
+from paramp.distributed import dtensors_over_gloo
 
 VIEWS = {
     "dense": lambda tensor: tensor,

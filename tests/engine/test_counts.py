@@ -546,6 +546,7 @@ def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_nex
         criterion, model = Wrong(), two_layers()
         reference = Reference(model)
         engine = engine_for(model, criterion)
+        engine._failure.is_shared = True
         engine._failure._copied = Delayed()
         unit = engine._losses.unit
         unit._checked = lambda count: unit._checked_on_device(torch.as_tensor(count).double())
@@ -572,6 +573,7 @@ def test_a_count_that_only_the_device_knows_in_one_process():
     with paramp.launch_from_torch({"precision": "16-mixed"}):
         criterion = Wrong()
         engine = engine_for(two_layers(), criterion)
+        engine._failure.is_shared = True
         engine._failure._copied = Delayed()
         unit = engine._losses.unit
         unit._checked = lambda count: unit._checked_on_device(torch.as_tensor(count).double())
@@ -596,6 +598,7 @@ def test_a_mean_on_one_rank_beside_a_count_on_another(world, first, delayed, ret
         reference = Reference(model)
         engine = engine_for(model, criterion)
         if delayed:
+            engine._failure.is_shared = True
             engine._failure._copied = Delayed()
         x, y = samples([3.0] * 8)
         own = [part.chunk(2)[context.dp.rank] for part in (x, y)]

@@ -411,6 +411,7 @@ def test_on_a_gpu_the_host_waits_for_a_past_step_only_and_the_next_raises(world,
     """In a pipeline too, on each stage: the layer of the first fails, or the criterion on the last."""
     context, engine, loss = build(CASES[layout])
     with context:
+        engine._failure.is_shared = True
         event = engine._failure._copied = Event()
         rank = 0 if what == "layer" else 1
         mine = world.rank == rank

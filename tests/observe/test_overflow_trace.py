@@ -27,7 +27,7 @@ class Plant:
 
     def __init__(self, engine, name, microbatch, backward, value):
         self.calls, self.microbatch = 0, microbatch
-        self.period = engine._runner.num_microbatches * engine._losses._accumulation
+        self.period = engine._runner.num_microbatches * engine.config.gradient_accumulation
         self.backward, self.value = backward, value
         self.handle = engine.module.get_submodule(name).register_forward_hook(self)
 
@@ -40,7 +40,7 @@ class Plant:
 
 def window(engine):
     """One window of accumulation; its step's result."""
-    for batch in batches(engine._losses._accumulation):
+    for batch in batches(engine.config.gradient_accumulation):
         result = train_step(engine, *own_part(engine.context, *batch))
     return result
 
@@ -371,7 +371,7 @@ def train_with(config, diagnosed):
         results = []
         for index in range(5):
             generator = torch.Generator().manual_seed(10 * index + context.dp.rank)
-            for _ in range(engine._losses._accumulation):
+            for _ in range(engine.config.gradient_accumulation):
                 x = torch.randn(8, 8, generator=generator)
                 result = train_step(engine, x, x * 1e30 if index == 2 and context.dp.rank == 0 else x)
             results.append((result.stepped, result.loss_scale, result.grad_norm if result.stepped else None))

@@ -11,9 +11,8 @@ from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
-from paramp.base.spans import Span
 from paramp.config.schedules import SCHEDULES
-from paramp.observe.timeline import RankSpans, Timeline
+from paramp.observe.timeline import RankSpans, Span, Timeline
 
 KINDS = {"forward", "loss", "backward", "backward input", "backward weight", "step"}
 

@@ -34,7 +34,7 @@ from paramp.optim.compiled.norm import compiled_sums, sums_of_squares
 from paramp.optim.fused_step import FusedStep
 from paramp.parallel import compiled_blocks
 from paramp.precision.master_residuals import join, split
-from paramp.scaling.grad_norm import LONG, norm_power
+from paramp.scaling.local_norm import LONG, norm_power
 
 # torch's own import of Inductor warns
 pytestmark = [

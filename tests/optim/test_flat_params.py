@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import paramp
 from paramp.base import sizes
-from paramp.optim.fused_step import FusedStep, PlainStep, why_not_fused
+from paramp.optim.choose_step import PlainStep, why_not_fused
+from paramp.optim.fused_step import FusedStep
 from paramp.precision.policy import PRESETS
 
 

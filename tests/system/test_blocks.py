@@ -17,8 +17,9 @@ from torch import nn
 
 import paramp
 from paramp.base import sizes
+from paramp.optim.choose_step import PlainStep
 from paramp.optim.compiled.step import CompiledStep
-from paramp.optim.fused_step import FusedStep, PlainStep
+from paramp.optim.fused_step import FusedStep
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 pytestmark = [

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from ...base.errors import ConfigError
 from ...base.spans import Observer
 from ...distributed.context import ParallelContext
+from ...observe.replay import WindowBatches
 from ...optim.reproducible.chunk_gradients import ChunkGradients
 from ...parallel.batches import Batch
 from ...parallel.reproducible.functions import ExactFunctions
-from ..loss_window import LossWindow
-from ..step_result import StepCounters
+from ..losses import WindowLosses
+from ..shared_failure import SharedFailure
+from ..step import StepCounters
 from .totals import ChunkTotals
 
 
@@ -30,13 +32,15 @@ class ChunkRun(Observer):
         self,
         functions: ExactFunctions,
         gradients: ChunkGradients,
-        losses: LossWindow,
+        losses: WindowLosses,
+        batches: WindowBatches,
+        failure: SharedFailure,
         counters: StepCounters,
         context: ParallelContext,
     ) -> None:
         self.functions = functions
         self.place = functions.place
-        self._losses = losses
+        self._losses, self._batches, self._failure = losses, batches, failure
         self._gradients = gradients
         self._counters = counters
         self._axis = context.batch_axis
@@ -75,7 +79,7 @@ class ChunkRun(Observer):
             shapes; not raised, so that no rank waits.
         """
         num_chunks, shapes = len(chunks), _digest(chunks)
-        losses, call = self._losses, self._losses.batches.last_index
+        losses, call = self._losses, self._batches.last_index
         if torch.get_num_threads() != 1:  # changed since initialize
             torch.set_num_threads(1)
         self.place.step, self.place.call = sum(self._counters.read()[:2]), call
@@ -125,7 +129,7 @@ class ChunkRun(Observer):
             try:
                 self._gradients.end_chunk(stage or 0, microbatch)
             except RuntimeError as error:  # on this rank alone: others wait for it in the schedule
-                self._losses.failure.record(error)
+                self._failure.record(error)
 
 
 def _digest(chunks: Sequence[Batch]) -> int:

@@ -19,15 +19,17 @@ from ...distributed.axes import tensor_mesh
 from ...distributed.context import ParallelContext
 from ...distributed.reproducible.cublas import choose_workspace
 from ...distributed.reproducible.place import Place
-from ...optim.fused_step import why_not_fused
+from ...observe.replay import WindowBatches
+from ...optim.choose_step import why_not_fused
 from ...optim.reproducible.chunk_gradients import ChunkGradients, Tap
 from ...parallel.adapters import ModelAdapter
 from ...parallel.reproducible.checks import check_modules, check_ties
 from ...parallel.reproducible.functions import ExactFunctions
 from ...parallel.stage import Joined, Stages
-from ..loss_window import LossWindow
+from ..losses import WindowLosses
+from ..shared_failure import SharedFailure
 from ..state.model_tensors import ParamChunks
-from ..step_result import StepCounters
+from ..step import StepCounters
 from .buffers import check_buffers
 from .chunks import ChunkRun
 from .totals import ChunkTotals
@@ -155,7 +157,9 @@ def watched(
 def chunk_run(
     stages: Stages,
     params: ParamChunks,
-    losses: LossWindow,
+    losses: WindowLosses,
+    batches: WindowBatches,
+    failure: SharedFailure,
     counters: StepCounters,
     observers: list[Observer],
 ) -> ChunkRun | None:
@@ -167,7 +171,7 @@ def chunk_run(
     _attach(stages.module, gradients.assign_stages(own, params.first_names))
     losses.totals = ChunkTotals(functions.place, context)
     check_buffers(own)
-    run = ChunkRun(functions, gradients, losses, counters, context)
+    run = ChunkRun(functions, gradients, losses, batches, failure, counters, context)
     observers.append(run)
     return run
 

@@ -9,15 +9,17 @@ from ...base.collectives import all_reduce_
 from ...distributed.context import ParallelContext
 from ...distributed.reproducible.place import Place
 from ...distributed.reproducible.tree_sum import tree_sum
+from ..losses import LossTotals
 
 
-class ChunkTotals:
+class ChunkTotals(LossTotals):
     """The losses of a window, one by one until they are added up in a tree over the chunks of the global batch.
 
-    It has the methods of the tensor of totals in a :class:`~paramp.engine.loss_window.LossWindow` that are used there.
+    They are added up when :meth:`terms` is called, a collective of the world.
     """
 
     def __init__(self, place: Place, context: ParallelContext) -> None:
+        super().__init__(context)
         self._place = place
         self._context = context
         self._terms: dict[tuple[int, int], torch.Tensor] = {}
@@ -36,7 +38,7 @@ class ChunkTotals:
         """Forget all losses."""
         self._terms.clear()
 
-    def summed(self) -> torch.Tensor:
+    def terms(self) -> torch.Tensor:
         """The totals on the first rank of the world, and zeros on the others. A collective of the world."""
         context, calls = self._context, self._place.call + 1
         each = torch.zeros(calls, self.num_chunks, 4, dtype=torch.float64, device=context.device)
@@ -46,10 +48,3 @@ class ChunkTotals:
             all_reduce_(each)  # exact: one rank has each term, the others zeros
         total = tree_sum([tree_sum(list(one)) for one in each])
         return total if dist.get_rank() == 0 else torch.zeros_like(total)
-
-
-def terms_of(totals: torch.Tensor | ChunkTotals, context: ParallelContext) -> torch.Tensor:
-    """This rank's terms of a sum of ``totals`` over the world: zeros but on the ranks whose losses count."""
-    if isinstance(totals, ChunkTotals):
-        return totals.summed()
-    return totals if context.counts_loss else torch.zeros_like(totals)

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from ...base.collectives import all_reduce_
 from ...base.errors import shown
 from ...distributed.context import ParallelContext
-from ..shared_failure import SAME_KIND, SharedFailure
+from ..shared_failure import SharedFailure
 
-MEAN, COUNTED = "a mean", "(sum, count)"
-"""The kinds of losses."""
 SPREAD = 64.0
 """What the counts of the microbatches of a window may differ by without changing its unit."""
 LARGEST_COUNT = 2.0**53
@@ -57,6 +55,7 @@ class CountUnit:
 
     Attributes:
         value: the unit, 0-dim float64, on the device: of this window, or of the last one until the next has a loss.
+        is_used: whether there are counts, or data ranks that have to agree whether there are.
     """
 
     def __init__(self, failure: SharedFailure, context: ParallelContext) -> None:
@@ -64,6 +63,7 @@ class CountUnit:
         self._context = context
         self._device = context.device
         self._exact = bool(context.config.reproducible)
+        self.is_used = context.batch_axis.size > 1
         self.value = torch.ones((), dtype=torch.float64, device=self._device)
         self._usual = torch.zeros_like(self.value)
         """The unit for the counts of the last window that had any; 0: none had."""
@@ -83,7 +83,7 @@ class CountUnit:
     def restart(self) -> None:
         """A window begins."""
         self._chosen = False
-        self._counted = self._failure.kind = None
+        self._counted = None
 
     def choose(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, size: int) -> None:
         """Choose :attr:`value` for a window by its first loss; the others are only checked.
@@ -96,14 +96,12 @@ class CountUnit:
             size: microbatches in the window, over all data ranks.
 
         Raises:
-            ValueError: its count is invalid, or it has one and others of the window have none.
+            ValueError: its count is invalid.
         """
         count = self._checked(loss[1]) if isinstance(loss, tuple) else None
         if loss is not None:
-            if self._counted not in (None, count is not None):
-                raise ValueError(f"criterion: returned both {MEAN} and {COUNTED} {SAME_KIND}")
             self._counted = count is not None
-            self._failure.kind = COUNTED if self._counted else MEAN
+            self.is_used = self.is_used or self._counted
         if not self._chosen and self._context.is_last_stage:
             self._chosen = True
             self._choose(count, size)
@@ -159,6 +157,7 @@ class CountUnit:
     def load(self, usual: float | None) -> None:
         """Set what :meth:`everywhere` returned."""
         self._usual.fill_(usual or 0.0)
+        self.is_used = self.is_used or bool(usual)
 
     # ------------------------------------------------------------------------------------------------------- checks
 
@@ -203,12 +202,6 @@ class CountUnit:
 def _described(count: Any) -> str:
     """``count``, which is not one number, in an error."""
     return f"{tuple(count.shape)} of {count.dtype}" if isinstance(count, torch.Tensor) else shown(count)
-
-
-def mixes_kinds(weight: torch.Tensor, count: torch.Tensor, num_losses: torch.Tensor) -> torch.Tensor:
-    """Whether the sums of a window's totals over all ranks have both means and sums with counts; 0-dim bool."""
-    num_means = weight - count  # up to rounding
-    return (num_means > 0.5) & (num_means < num_losses - 0.5)
 
 
 def _unit_of(first: torch.Tensor, usual: torch.Tensor, spread: float) -> torch.Tensor:

@@ -17,16 +17,12 @@ from ...base.scratch import Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
 from ...optim.param_buffer import Buffer, FlatParam
-from ..loss_window import LossWindow
+from ..window import AccumulationWindow
 from .full_state import full_state_dict
 from .model_tensors import ParamChunks
 
 EMA = "ema."
 """The prefix of the names of averages in a checkpoint."""
-APPLIED = (
-    "engine.ema.applied(): the model has the averaged weights, with which there is no training, saving or loading of "
-    "checkpoints; leave the `with` block before"
-)
 
 
 class WeightAverages:
@@ -36,11 +32,10 @@ class WeightAverages:
     their bits. Frozen weights and buffers are not averaged.
     """
 
-    def __init__(self, params: ParamChunks, losses: LossWindow, decay: float) -> None:
-        """``losses`` is paused while averages are applied."""
+    def __init__(self, params: ParamChunks, window: AccumulationWindow, decay: float) -> None:
         self._params = params
         self._weights = params.weights
-        self._losses = losses
+        self._window = window
         self._decay = decay
         self._begun = False
         self._scratch = Scratch()
@@ -62,20 +57,19 @@ class WeightAverages:
         Raises:
             RuntimeError: inside, by a backward, a step, a checkpoint's save or load, or another ``applied()``.
         """
-        self._losses.check_paused()
+        self._window.check_not_averaged()
         self._weights.put_back()
         self.begin()
         tensors = [one for buffer in self._weights.buffers for one in (buffer.weights, *buffer.masters.state)]
         kept = [one.clone() for one in tensors]
-        self._losses.paused = APPLIED
-        try:
-            self._apply()
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, values in zip(tensors, kept, strict=True):
-                    tensor.copy_(values)
-            self._losses.paused = None
+        with self._window.averaged():
+            try:
+                self._apply()
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, values in zip(tensors, kept, strict=True):
+                        tensor.copy_(values)
 
     @torch.no_grad()
     def _apply(self) -> None:

@@ -35,6 +35,7 @@ class ChangedWeights:
 
     Attributes:
         due: it does.
+        watches: there are masters that have to follow.
     """
 
     def __init__(self, buffers: Sequence[Buffer], device: torch.device) -> None:
@@ -51,6 +52,7 @@ class ChangedWeights:
         self._set_parameters()
 
     def _set_parameters(self) -> None:
+        self.watches = bool(self._samples)
         parameters = [param.parameter for sample in self._samples for param in sample.buffer.params]
         self._plain, self._sharded = (
             [one for one in parameters if is_dtensor(one) is sharded] for sharded in (False, True)
@@ -70,6 +72,7 @@ class ChangedWeights:
     def announce(self) -> None:
         """Compare all weights in the next step."""
         self.due = True
+        self.watches = True
 
     def postpone(self) -> None:
         """Leave what is due to the next step, because this one is skipped before it compares."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,10 +22,15 @@ Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
 
 
 class ModelParameters:
-    """The parameters of ``module`` at construction, under all of their names."""
+    """The parameters of ``module`` at construction, under all of their names.
+
+    Attributes:
+        replaced: called with the parameters that :meth:`put_back` has put back.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.replaced: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
         self._names: dict[nn.Parameter, list[str]] = defaultdict(list)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._names[parameter].append(name)
@@ -80,6 +85,7 @@ class ModelParameters:
                 owner, _, leaf = name.rpartition(".")
                 self._module.get_submodule(owner)._parameters[leaf] = own
         self._record()
+        self.replaced([*replaced])
         return list(replaced)
 
 

@@ -12,16 +12,17 @@ import torch
 
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
-from ...scaling.grad_norm import Sums
+from ...scaling.local_norm import Sums
 from .kernels import InductorOptions, inductor_options
 
 is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
+"""Under such a mode, as that of a counter of operations, nothing compiled may be called."""
 
 
 def sums_for(context: ParallelContext) -> Sums | None:
     """The compiled sums, with ``compile`` in the configuration, on a CPU; else None."""
     options = inductor_options(context.config.compile_options)
-    if options is None or context.device.type != "cpu" or is_in_torch_dispatch_mode():
+    if options is None or context.device.type != "cpu":
         return None
     return compiled_sums(options)
 

@@ -19,6 +19,8 @@ class MatrixStep:
     gradients, and returns them stepped. Three all-to-alls a step.
     """
 
+    calls_optimizer = True
+
     def __init__(self, weights: OptimizerWeights, state: AbstractContextManager[None]) -> None:
         assert weights.exchange is not None
         self._optimizer = weights.optimizer

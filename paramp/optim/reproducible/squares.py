@@ -28,8 +28,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from ...base import sizes
+from ...base.collectives import all_reduce_
 
 _BITS = 20
 """Of a bin."""
@@ -77,6 +79,17 @@ def squares(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], la
             bins += _bins(gradient.reshape(-1), units.to(gradient.device)).to(bins.device) * norm_weight
     # What is left of inf after the first bin is NaN.
     return torch.where(largest.isfinite(), bins, torch.maximum(bins[0], largest))
+
+
+def squares_over_world(
+    gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device
+) -> torch.Tensor:
+    """The sum of squares over the world on its first rank, and 0 on the others; a collective of the world."""
+    most = largest(gradients, device)
+    all_reduce_(most, op=dist.ReduceOp.MAX)
+    bins = squares(gradients, norm_weights, most)
+    all_reduce_(bins)
+    return total(bins) if dist.get_rank() == 0 else torch.zeros_like(most)
 
 
 def total(bins: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from torch import nn
 
 from ....precision.foreign_options import Properties
 from ....precision.policy import Precision
-from ....scaling.loss_scaler import DistributedGradScaler, LossScaling
+from ....scaling.loss_scaler import DistributedGradScaler
+from ....scaling.loss_scaling import LossScaling
 from .errors import AmpError
 from .weights import AmpWeight
 

@@ -8,7 +8,7 @@ import torch
 
 from ....base.dtensor import local
 from ....optim.master_weights import MasterWeight
-from ....scaling.grad_norm import complete_and_check, dense_gradients, unscale_and_check_
+from ....scaling.grad_reduce import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 
 

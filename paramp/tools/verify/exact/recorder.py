@@ -19,7 +19,7 @@ from ....checkpoint.chunks import chunk_of
 from ....engine.engine import Engine
 from ....engine.reproducible.totals import ChunkTotals
 from ....engine.state.optimizer_state import OPTIMIZER, OptimizerState
-from ....engine.step_result import StepResult
+from ....engine.step import StepResult
 from ....optim.param_buffer import FlatParam
 from ....optim.reproducible.chunk_gradients import ChunkGradients
 from ....parallel.reproducible.functions import unwatched

@@ -1,0 +1,57 @@
+"""Backwards of the user's own through an output of the engine, which the engine would not scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..optim.flat_gradients import FlatGradients
+
+TEXT = (
+    "loss.backward() was called on an output of the engine: its gradients are neither scaled nor averaged over the "
+    "accumulation window and the data ranks; call engine.zero_grad(), and engine.backward(loss) in its place"
+)
+
+
+class ForeignBackward:
+    """Notices a backward that is not the engine's and accumulates gradients; ``torch.autograd.grad`` does not.
+
+    Attributes:
+        handles: of hooks on parameters, during such a backward and until :meth:`stop`.
+        accumulated: whether there was one.
+    """
+
+    def __init__(self, gradients: FlatGradients) -> None:
+        self._gradients = gradients
+        self._in_ours = False
+        self.handles: list[RemovableHandle] = []
+        self.accumulated = False
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """A backward of the engine's runs inside."""
+        self._in_ours = True
+        try:
+            yield
+        finally:
+            self._in_ours = False
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Notice a backward through ``output``, the model's."""
+        if output.requires_grad:
+            output.register_hook(self._notice)
+
+    def stop(self) -> None:
+        """Remove the hooks on parameters."""
+        while self.handles:
+            self.handles.pop().remove()
+
+    def _notice(self, _: torch.Tensor) -> None:
+        if not self._in_ours and not self.handles:
+            self.handles = self._gradients.on_accumulation(self._notice_gradient)
+
+    def _notice_gradient(self, _: torch.Tensor) -> None:
+        self.accumulated = True

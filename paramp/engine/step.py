@@ -1,0 +1,293 @@
+"""The optimizer's step: a decision equal on every rank, whether to skip it and the gradients' divisor; then the update.
+
+Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings (two more agree on
+the norm, if training is reproducible). On a GPU all values computed from it stay on the device: the result and the
+counters of steps are read only on access.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from ..base.collectives import all_reduce_
+from ..base.errors import ConfigError
+from ..optim.choose_step import Step, choose_step
+from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
+from ..optim.compiled.step import fused_step_for
+from ..optim.flat_gradients import FlatGradients
+from ..optim.param_buffer import FlatParam
+from ..optim.reproducible import squares as exact
+from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
+from ..scaling.decision import NUM_SUMS, StepDecision, decide
+from ..scaling.local_norm import count_zeros, norm_power
+from ..scaling.loss_scaler import DistributedGradScaler
+from .losses import WindowLosses
+from .shared_failure import SharedFailure
+from .state.model_tensors import ParamChunks
+from .state.weight_averages import WeightAverages
+from .window import AccumulationWindow
+
+
+class StepResult:
+    """The result of :meth:`Engine.step`; equal on every rank.
+
+    The values are on the device. The first access waits for the step and reads all of them.
+    """
+
+    __slots__ = ("_stepping", "_values", "_with_zeros")
+
+    def __init__(
+        self, values: torch.Tensor | Sequence[float | None], *, stepping: bool = True, with_zeros: bool = False
+    ) -> None:
+        """``stepping`` is False while gradients accumulate.
+
+        ``values``: the loss scale and, at the end of a window, 0 for a step that was made, 1 for an overflow or 2 for
+        another reason to skip it, gradient norm, number of zeros and loss; 1-dim float64, or numbers, None for unknown
+        values.
+        """
+        self._values: torch.Tensor | Sequence[float | None] = values
+        self._stepping = stepping
+        self._with_zeros = with_zeros
+
+    def _read(self, index: int) -> float | None:
+        if isinstance(self._values, torch.Tensor):
+            self._values = self._values.tolist()
+        return self._values[index]
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the weights changed. False while gradients accumulate, after an overflow, or if all counts were 0."""
+        return self._stepping and not self._read(1)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient was not finite on some rank, so that all ranks skipped the step."""
+        return self._stepping and self._read(1) == 1
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of this step's gradients; 1 if losses are not scaled."""
+        return self._read(0) or 0.0
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the whole model's gradient before clipping; None while accumulating; not finite on overflow."""
+        return self._read(2) if self._stepping else None
+
+    @property
+    def num_zeros(self) -> int | None:
+        """The number of zero elements in the whole model's gradient; None unless the mode has ``log_num_zeros``."""
+        zeros = self._read(3) if self._stepping and self._with_zeros else None
+        return None if zeros is None else round(zeros)
+
+    @property
+    def loss(self) -> float | None:
+        """The true loss of the window, as :meth:`Engine.forward_backward` returns it; None while accumulating."""
+        return self._read(4) if self._stepping else None
+
+    def __repr__(self) -> str:
+        names = ("stepped", "overflow", "loss_scale", "grad_norm", "num_zeros", "loss")
+        return f"StepResult({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+class StepCounters:
+    """Counters of steps on the device. Reading them waits for the last step only, not for work queued after it.
+
+    The values are, in this order: optimizer steps made; steps skipped; steps skipped in a row up to now; the number
+    of those in a row that left the loss scale at its floor; and of the last steps in a row, how many were made with a
+    gradient whose norm is 0.
+    """
+
+    SIZE = 5
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(self.SIZE, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor, vanished: torch.Tensor) -> None:
+        """Count a step: skipped or not, for an overflow or not, with the loss scale at its floor or not; 0-dim bool.
+
+        ``vanished``, 0-dim bool: it was made with the gradient of a loss, whose norm is 0.
+        """
+        self._counts[2:4].mul_(overflow)
+        self._counts[4:].mul_(vanished)
+        self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor, vanished])
+        self._publish()
+
+    @property
+    def made(self) -> torch.Tensor:
+        """The number of optimizer steps made, 0-dim int64 on the device; a view."""
+        return self._counts[0]
+
+    def load(self, counts: Sequence[int]) -> None:
+        """Set the values to ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
+        rest = [0] * (self.SIZE - len(counts))
+        self._counts.copy_(torch.tensor([*counts, *rest]))
+        self._publish()
+
+    def read(self) -> list[int]:
+        """The values after the last :meth:`add`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy.tolist()
+
+    def skips(self) -> list[int]:
+        """What tells whether training goes on: steps made, skipped, skipped in a row, and of these at the floor."""
+        return self.read()[:4]
+
+    def stop_after_skip(self, max_skipped: int | None) -> bool:
+        """Whether training stops if the next step is skipped too; never if ``max_skipped`` is None.
+
+        The counts of the steps before decide, so the host waits for a step only if its skip would stop the training.
+        """
+        if max_skipped is None:
+            return False
+        _, _, in_a_row, at_floor = self.skips()
+        return in_a_row >= max_skipped - 1 or at_floor > 0
+
+    def warn_if_vanished(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn if the step before, of ``optimizers``, was the first in a row with a gradient whose norm is 0."""
+        made, *_, in_a_row = self.read()
+        if in_a_row == 1:
+            names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+            warnings.warn(
+                f"step {made} of {names} was made with a gradient whose norm is exactly 0, though the loss depends on "
+                "the model: half-precision gradients may have underflowed. Look at engine.gradient_histogram() between "
+                "forward_backward and step, at the loss scale (engine.scaler.get_scale()), at the count that a "
+                "criterion returns beside its sum, and at the criterion, whose gradient may be 0",
+                stacklevel=2,
+            )
+
+    def _publish(self) -> None:
+        # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.
+        self._copy.copy_(self._counts, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class OptimizerStep:
+    """Makes the optimizers' steps, or skips them, with the gradients of a window.
+
+    Attributes:
+        updates: for each optimizer the fused step, or its own.
+        averages: of the weights, which follow the steps that are made; None if there are none.
+    """
+
+    def __init__(
+        self,
+        params: ParamChunks,
+        scaler: DistributedGradScaler,
+        losses: WindowLosses,
+        window: AccumulationWindow,
+        failure: SharedFailure,
+        counters: StepCounters,
+    ) -> None:
+        context, weights = params.context, params.weights
+        self._optimizers = [one.optimizer for one in weights.by_optimizer]
+        self._changes, self._gradients = weights.changes, weights.gradients
+        self._first_names = params.first_names
+        self._scaler, self._losses, self._window = scaler, losses, window
+        self._failure, self._counters = failure, counters
+        self.averages: WeightAverages | None = None
+        self._context = context
+        self._device = context.device
+        # Ranks with other parts of the batch or of the model may have gradients for other parameters.
+        self._differ = context.batch_axis.size * context.stage_axis.size > 1
+        self._unchanged = torch.zeros(1, dtype=torch.float64, device=self._device)
+        self._sums = sums_for(context)
+        self.updates: list[Step] = []
+        problem = None
+        try:
+            self.updates += [choose_step(one, fused_step_for(context)) for one in weights.by_optimizer]
+        except ConfigError as error:  # on some ranks only: others may step no parameter of that optimizer
+            problem = error
+        failure.agree(problem)
+        # After choose_step, which looks for the user's hooks.
+        guards = [StepGuard(optimizer, ONLY_THE_ENGINE_STEPS) for optimizer in self._optimizers]
+        self._guards = [
+            guard if update.calls_optimizer else nullcontext()
+            for guard, update in zip(guards, self.updates, strict=True)
+        ]
+        for optimizer in self._optimizers:
+            replace_zero_grad(optimizer, window.drop)
+
+    def make(self, scale: torch.Tensor) -> StepResult:
+        """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
+        self._counters.warn_if_vanished(self._optimizers)
+        decision, absent = self._decide(self._gradients.complete(), scale)
+        if self.averages is not None:
+            self.averages.begin()
+        for optimizer, update, guard in zip(self._optimizers, self.updates, self._guards, strict=True):
+            with guard:
+                update(decision.divisor, decision.skip.float(), absent)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers step even after a skipped step
+        if self._changes.watches:
+            self._changes.end_step()
+        if self.averages is not None:
+            self.averages.move(decision.skip)
+        return self._record(decision)
+
+    def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:
+        """The decision of all ranks, and the parameters that no data rank has a gradient for; a collective.
+
+        Args:
+            found_inf: 0-dim float32, from :meth:`~paramp.optim.flat_gradients.FlatGradients.complete`.
+            scale: 0-dim float32, the loss scale that the gradients carry.
+        """
+        changed = self._changes.look() if self._changes.watches else self._unchanged
+        presence = [self._gradients.presence(self._first_names)] if self._differ else []
+        control = torch.cat([self._findings(found_inf), self._losses.findings(), *presence, changed])
+        if self._context.world_size > 1:
+            all_reduce_(control)
+        absent = _absent(self._gradients, self._first_names, control[NUM_SUMS:-1] if self._differ else None)
+        max_norm = self._context.config.clip_grad_norm
+        decision = decide(control[:NUM_SUMS], scale, self._losses.size, self._window.mean_factor, max_norm)
+        if self._failure.is_shared:
+            self._failure.publish(decision.num_failed)
+        if self._losses.unit.is_used:
+            self._losses.unit.follow(decision.mean_count)
+        if self._changes.watches:
+            self._changes.agree(control[-1])
+        return decision, absent
+
+    def _findings(self, found_inf: torch.Tensor) -> torch.Tensor:
+        """This rank's terms of the flag, the gradient's sum of squares and its number of zeros; float64, 3 elements."""
+        zeros = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._context.config.precision.log_num_zeros:
+            zeros = count_zeros(*self._gradients.for_zero_count(), self._device)
+        if self._context.config.reproducible:
+            squares = exact.squares_over_world(*self._gradients.for_norm(), self._device)
+        else:
+            sums = None if self._sums is None or is_in_torch_dispatch_mode() else self._sums
+            squares = norm_power(*self._gradients.for_norm(), 2.0, self._device, sums)
+        return torch.stack([found_inf.double(), squares, zeros])
+
+    def _record(self, decision: StepDecision) -> StepResult:
+        precision = self._context.config.precision
+        self._scaler.update_from_flag(decision.overflow, ~decision.skip)
+        # With gradients that were set by hand there is no loss, whose mean then is NaN.
+        vanished = ~decision.skip & (decision.values[2] == 0) & ~decision.values[4].isnan()
+        self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)
+        result = StepResult(decision.values, with_zeros=precision.log_num_zeros)
+        if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
+            print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)
+        return result
+
+
+def _absent(
+    gradients: FlatGradients, first_names: Mapping[str, str], num_present: torch.Tensor | None
+) -> list[FlatParam]:
+    """The parameters for which no rank has a gradient.
+
+    ``num_present``, 1-dim float64: the number of ranks with one for each parameter; None if ranks do not differ.
+    """
+    absent = gradients.absent()
+    if not absent or num_present is None:  # the host waits for the numbers only if they matter
+        return absent
+    present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
+    return [param for param in absent if not present[first_names[param.name]]]

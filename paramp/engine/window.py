@@ -1,0 +1,248 @@
+"""The accumulation window: the calls of ``forward_backward`` and of ``step()`` that end in one step of the optimizer.
+
+It is a state machine. What may happen in a state, and what follows, is :data:`TRANSITIONS`; a text there is the error.
+A window ends after ``gradient_accumulation`` calls of ``step()``, or with fewer after
+:meth:`AccumulationWindow.shorten`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from ..base.errors import CheckpointError
+from ..distributed.context import ParallelContext
+from ..observe.replay import WindowBatches
+from ..optim.flat_gradients import FlatGradients
+from ..parallel.batches import Batch
+from . import foreign_backward
+from .losses import WindowLosses
+from .shared_failure import SharedFailure
+
+
+class State(enum.Enum):
+    """What the gradients are."""
+
+    EMPTY = enum.auto()
+    """There are none."""
+    OPEN = enum.auto()
+    """Of backwards since the last call of ``step()``."""
+    CALLED = enum.auto()
+    """Of earlier calls of ``step()`` only, which have not ended the window."""
+    STEPPED = enum.auto()
+    """A step has used them."""
+    BROKEN = enum.auto()
+    """A batch failed and left a part of its gradients."""
+    AVERAGED = enum.auto()
+    """The model has averaged weights, for evaluations."""
+
+
+class Event(enum.Enum):
+    """What changes a window."""
+
+    BACKWARD = enum.auto()
+    CALL = enum.auto()
+    """A call of ``step()`` that does not end the window."""
+    STEP = enum.auto()
+    """A call that does."""
+    BREAK = enum.auto()
+    """A batch fails, and may leave a part of its gradients."""
+    DROP = enum.auto()
+
+
+INCOMPLETE = (
+    "a batch of this step failed and left a part of its gradients; call engine.zero_grad(), which drops the gradients "
+    "of the whole accumulation window, and start the window again"
+)
+APPLIED = (
+    "engine.ema.applied(): the model has the averaged weights, with which there is no training, saving or loading of "
+    "checkpoints; leave the `with` block before"
+)
+NO_BACKWARD = (
+    "step(): no backward since the last step, so there are no gradients to step with; call "
+    "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
+)
+_WHOLE: Mapping[Event, State | str] = {
+    Event.BACKWARD: State.OPEN,
+    Event.CALL: State.CALLED,
+    Event.STEP: State.STEPPED,
+    Event.BREAK: State.BROKEN,
+    Event.DROP: State.EMPTY,
+}
+_REFUSED = Event.BACKWARD, Event.CALL, Event.STEP
+TRANSITIONS: Mapping[State, Mapping[Event, State | str]] = {
+    State.EMPTY: _WHOLE,
+    State.OPEN: _WHOLE,
+    State.CALLED: _WHOLE,
+    State.STEPPED: _WHOLE,
+    State.BROKEN: {**_WHOLE, **dict.fromkeys(_REFUSED, INCOMPLETE)},
+    State.AVERAGED: {Event.BREAK: State.AVERAGED, Event.DROP: State.AVERAGED, **dict.fromkeys(_REFUSED, APPLIED)},
+}
+"""What follows each event in each state. In a state without new gradients, a call of ``step()`` needs some that were
+changed by hand (:data:`NO_BACKWARD`)."""
+
+
+class AccumulationWindow:
+    """The current window on this rank.
+
+    Attributes:
+        state: what its gradients are.
+        mean_factor: the factor from gradients of means, which are divided by the microbatches of a whole window, to
+            those of the window that has ended; more than 1 if it was shortened.
+        batches: the batches of the window, for a diagnosis of a skipped step.
+        foreign: notices backwards of the user's own.
+    """
+
+    def __init__(
+        self,
+        gradients: FlatGradients,
+        losses: WindowLosses,
+        batches: WindowBatches,
+        failure: SharedFailure,
+        context: ParallelContext,
+    ) -> None:
+        self._gradients, self._losses, self._failure = gradients, losses, failure
+        self.batches = batches
+        self.foreign = foreign_backward.ForeignBackward(gradients)
+        self.state = State.EMPTY
+        self.mean_factor = 1.0
+        self._accumulation = context.config.gradient_accumulation
+        self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
+        self._num_calls = 0  # those that were made
+        self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
+        self._before = State.EMPTY  # the state before the weights were averaged
+
+    def _go(self, event: Event) -> None:
+        target = TRANSITIONS[self.state][event]
+        if isinstance(target, str):
+            raise RuntimeError(target)
+        self.state = target
+
+    def begin_backward(self, batch: Batch | None) -> None:
+        """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
+        if self.state is not State.AVERAGED:
+            self._check_source()
+        if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
+            self.drop()
+        self._go(Event.BACKWARD)
+        self.batches.add(batch)
+        self._gradients.begin_window()
+
+    @property
+    def in_last_call(self) -> bool:
+        """Whether the next call of ``step()`` ends the window."""
+        return self._num_calls == self._accumulation - 1
+
+    def shorten(self) -> bool:
+        """Let the window end at the next :meth:`end_call`, with the calls that were made. False if there were none.
+
+        A backward since the last call counts as a call.
+        """
+        if self.state is State.CALLED:
+            self._num_calls -= 1  # the last call is made again, as the window's last
+            self.state = State.OPEN
+        has_gradients = self.state in (State.OPEN, State.BROKEN)
+        if has_gradients:
+            self._length = self._num_calls + 1
+        return has_gradients
+
+    def end_call(self, scale: torch.Tensor) -> bool:
+        """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
+
+        Raises:
+            RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
+        """
+        event = Event.STEP if self._num_calls + 1 >= self._length else Event.CALL
+        if self.state is not State.AVERAGED:
+            with self.failing():
+                if self._failure.is_shared:
+                    self._failure.check()
+                self._check_source()
+        if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
+            self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
+        self._go(event)
+        self._num_calls += 1
+        if event is Event.CALL:
+            self._gradients.snapshot()
+            return False
+        self.mean_factor, self._length = self._accumulation / self._length, self._accumulation
+        self._num_calls = 0
+        self.batches.scale = scale
+        return True
+
+    def mean_loss(self) -> torch.Tensor:
+        """The mean loss of the window so far, as :meth:`WindowLosses.mean` returns it."""
+        with self.failing():
+            return self._losses.mean()
+
+    def _check_source(self) -> None:
+        """Raise if a backward of the user's has accumulated gradients."""
+        if self.foreign.handles:
+            self.foreign.stop()
+        if self.foreign.accumulated:
+            self._failed = True
+            raise RuntimeError(foreign_backward.TEXT)
+
+    def drop(self) -> None:
+        """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
+        if self._num_calls == 0 or self._failed:
+            # After a step, an overflow is that of a forward since then, whose backward is still to come.
+            state = self._before if self.state is State.AVERAGED else self.state
+            self._gradients.drop(overflow=state is not State.STEPPED)
+            self._losses.restart()
+            self.batches.drop()
+            self._num_calls, self._length = 0, self._accumulation
+            self._failed = self.foreign.accumulated = False
+            self._before = State.EMPTY
+            self._go(Event.DROP)
+
+    def restart(self) -> None:
+        """Drop losses and gradients, also of an unfinished window."""
+        self._num_calls = 0
+        self.drop()
+
+    @contextmanager
+    def failing(self, *, incomplete: bool = True) -> Iterator[None]:
+        """Record a failure inside as one of the window; ``incomplete``: it may leave a part of the gradients."""
+        try:
+            yield
+        except Exception:
+            self._failed = True
+            if incomplete:
+                self._go(Event.BREAK)
+            raise
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model has averaged weights inside: there is no backward and no step."""
+        self.check_not_averaged()
+        self._before, self.state = self.state, State.AVERAGED
+        try:
+            yield
+        finally:
+            self.state = self._before
+
+    def check_not_averaged(self) -> None:
+        """Raise a RuntimeError inside :meth:`averaged`."""
+        if self.state is State.AVERAGED:
+            raise RuntimeError(APPLIED)
+
+    def check_ended(self) -> None:
+        """Raise a CheckpointError within an accumulation window, whose gradients are not saved; or a past failure."""
+        self._failure.check()
+        if self._num_calls or self.batches.is_open:
+            raise CheckpointError(
+                f"save: got a call in an accumulation window, after {self._num_calls} of {self._accumulation} calls of "
+                "step(), whose gradients are not saved; save after the step that uses them"
+            )
+
+    def check_unstepped(self) -> None:
+        """Raise a RuntimeError if a step was made since the last backward."""
+        if self.batches.scale is not None:
+            raise RuntimeError(
+                "gradient_histogram(): a step was made with these gradients, and may have divided them; call it "
+                "between forward_backward and step"
+            )

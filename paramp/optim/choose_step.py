@@ -1,0 +1,116 @@
+"""The step of an optimizer: fused where torch has kernels for it, else its own, after a flag is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from ..base import sizes
+from ..base.errors import ConfigError
+from ..base.scratch import Scratch
+from .flat_params import OptimizerWeights
+from .fused_step import KERNELS, FusedStep
+from .matrices.step import MatrixStep
+from .param_buffer import FlatParam
+from .user_optimizer import NarrowState, check_narrow_state
+
+
+def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why ``optimizer`` cannot step in fused kernels over flat buffers; None if it can."""
+    if type(optimizer) not in KERNELS:
+        return f"{type(optimizer).__name__} is not one of {', '.join(kind.__name__ for kind in KERNELS)}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "it has step hooks"
+    for group in optimizer.param_groups:
+        if any(tensor.is_complex() for tensor in group["params"]):
+            return "it has complex parameters"
+        if group.get("differentiable") or group.get("capturable"):
+            return "it is differentiable or capturable"
+        if group.get("fused") is False or group.get("foreach"):
+            return "fused=False or foreach=True is set"
+        if group.get("dampening"):
+            return "its first step differs from the others, because of its dampening"
+    return None
+
+
+def choose_step(
+    weights: OptimizerWeights,
+    fused: Callable[[torch.optim.Optimizer, OptimizerWeights], FusedStep] | None = None,
+) -> Step:
+    """The step of an optimizer, whose groups hold the stepped tensors of ``weights``.
+
+    ``fused`` makes the step of an optimizer that has fused kernels; None: :class:`FusedStep`.
+
+    Raises:
+        ConfigError: it cannot use fused kernels, but the masters are remainders, or weights are rounded
+            stochastically, or its state cannot be stored in bfloat16.
+    """
+    optimizer = weights.optimizer
+    reason = why_not_fused(optimizer)
+    if reason is None:
+        return (fused or FusedStep)(optimizer, weights)
+    for setting in (buffer.masters.needs_fused_step for buffer in weights.buffers):
+        if setting is not None:
+            raise ConfigError(
+                f"{setting}, which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer {reason}; "
+                "leave it out"
+            )
+    state: AbstractContextManager[None] = nullcontext()
+    if weights.precision.optimizer_state == "bf16":
+        check_narrow_state(optimizer, weights.precision, weights.device, reason)
+        state = NarrowState(optimizer, weights.random_bits())
+    return PlainStep(optimizer, weights, state) if weights.exchange is None else MatrixStep(weights, state)
+
+
+class PlainStep:
+    """Any other optimizer, by its own ``step()``, within ``state``. The host reads whether to skip it, and so waits."""
+
+    calls_optimizer = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights, state: AbstractContextManager[None]
+    ) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+        self._state = state
+
+    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """As :meth:`FusedStep.__call__`."""
+        if bool(found_inf):
+            self._weights.changes.postpone()
+            return
+        for param, stepped, buffer in self._weights.pairs():
+            gradient = buffer.gradients[buffer.flat_range(param)].view(stepped.shape)
+            if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
+                gradient.div_(grad_scale)
+            else:  # in half precision the scale may overflow
+                exact = gradient.float().div(grad_scale)
+                gradient = gradient.copy_(exact) if gradient.dtype is stepped.dtype else exact.to(stepped.dtype)
+            if param in absent:
+                stepped.grad = None
+            elif stepped is not param.parameter:
+                stepped.grad = gradient
+        if self._weights.changes.due:
+            self._follow_changes()
+        with self._state:
+            self._optimizer.step()
+        for param, stepped, _ in self._weights.pairs():
+            if stepped is not param.parameter:
+                stepped.grad = None
+        self._weights.write_back()
+
+    def _follow_changes(self) -> None:
+        """Update the masters of weights that were changed in place, block by block."""
+        size, scratch = sizes.STEP_BLOCK[self._weights.device.type], Scratch()
+        for buffer in self._weights.buffers:
+            for start in range(0, buffer.own_size, size):
+                buffer.masters.read(slice(start, start + size), scratch)
+
+    def state_loaded(self) -> None:
+        """No action: nothing here depends on the optimizer's state."""
+
+
+Step = FusedStep | PlainStep | MatrixStep
+"""The step of one of an engine's optimizers."""
