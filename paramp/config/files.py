@@ -1,16 +1,16 @@
 """Configurations from files and dicts."""
 
+import enum
+import importlib
 import runpy
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ..base.coerce import build, convert, user_path
+from ..base.coerce import build, user_path
 from ..base.errors import ConfigError, one_line, shown
-from ..precision.foreign_options import AMP_TYPE
-from ..precision.policy import Precision
+from ..precision.policy import SPELLINGS, Precision
 from .schema import Config
 
 
@@ -38,32 +38,11 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
     known = {key: value for key, value in tree.items() if key not in user}
     if "fp16" in known:
-        if "precision" in known:
-            raise ConfigError("fp16: given together with precision; keep one of the two")
-        fp16 = known.pop("fp16")
-        # Colossal-AI's dict(mode=None): nothing is in half precision.
-        if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
-            known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+        known = importlib.import_module(SPELLINGS).without_fp16(known)
     settings = build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
-    return settings if user.get("NUM_MICRO_BATCHES") is None else _with_microbatches(settings)
-
-
-def _with_microbatches(config: Config) -> Config:
-    """``config`` with Colossal-AI's key as the number of microbatches of its pipeline; without one it has no effect."""
-    pipeline = config.parallel.pipeline
-    count = convert(config.user["NUM_MICRO_BATCHES"], int, "NUM_MICRO_BATCHES")
-    if pipeline.size == 1:
-        return config
-    if pipeline.microbatches not in (None, count):
-        raise ConfigError(
-            f"NUM_MICRO_BATCHES: got {count}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
-            "remove one of the two"
-        )
-    try:
-        pipeline = replace(pipeline, microbatches=count)
-    except ConfigError as error:
-        raise ConfigError(f"NUM_MICRO_BATCHES: {error}") from None
-    return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
+    if user.get("NUM_MICRO_BATCHES") is None:
+        return settings
+    return cast(Config, importlib.import_module(SPELLINGS).with_microbatches(settings))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -90,7 +69,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
         # Colossal-AI's own config files are modules whose names are the keys.
-        plain = (Mapping, str, int, float, list, tuple, AMP_TYPE, Precision)
+        plain = (Mapping, str, int, float, list, tuple, enum.Enum, Precision)
         names = {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):

@@ -12,7 +12,6 @@ and in every mode a step that all ranks skip if a gradient of any rank is not fi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..precision.autocast import to_outputs
-from ..precision.foreign_options import AMP_TYPE
-from ..precision.policy import Precision
+from ..precision.policy import Mode
 from .lightning_precision import LightningPrecision, map_tensors
 
 
@@ -50,7 +48,7 @@ class FabricPrecision(LightningPrecision):
 
     def __init__(
         self,
-        precision: Precision | str | int | AMP_TYPE | Mapping[str, Any] = "32-true",
+        precision: Mode = "32-true",
         *,
         emulate_fp16: bool | None = None,
         group: dist.ProcessGroup | None = None,

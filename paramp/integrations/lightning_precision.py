@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
@@ -24,8 +24,7 @@ from ..distributed.launcher_env import mpi_place
 from ..engine.compute_context import ComputeContext
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute
-from ..precision.foreign_options import AMP_TYPE
-from ..precision.policy import Precision, ReduceDtypes
+from ..precision.policy import Mode, Precision, ReduceDtypes
 from ..scaling.loss_scaler import DistributedGradScaler
 from .logical_gradient import logical_parameter
 from .shared_scale import SharedScale, device_types
@@ -44,7 +43,7 @@ class LightningPrecision:
 
     def __init__(
         self,
-        precision: Precision | str | int | AMP_TYPE | Mapping[str, Any] = "32-true",
+        precision: Mode = "32-true",
         *,
         emulate_fp16: bool | None = None,
         group: dist.ProcessGroup | None = None,

@@ -12,9 +12,8 @@ A rank never holds more than its shards and one submodule, and the values are th
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +28,11 @@ from ..base.module_surgery import BATCH_NORMS, carry_over, shallow_copy, stored_
 from ..distributed.context import current_context
 from ..distributed.rng import cpu_seeds, derive_seed
 from ..precision.autocast import default_dtype
-from ..precision.foreign_options import AMP_TYPE
-from ..precision.policy import Precision
+from ..precision.policy import Mode, Precision
 
 
 @contextmanager
-def init_module(
-    precision: Precision | str | int | AMP_TYPE | Mapping[str, Any], device: torch.device | str | None = None
-) -> Iterator[None]:
+def init_module(precision: Mode, device: torch.device | str | None = None) -> Iterator[None]:
     """A context in which ``Model()`` creates its parameters and buffers in the mode's weight dtype, on the device.
 
     Tensors that a model creates with an explicit dtype keep it; batch norms are in fp32 if the mode keeps them in it

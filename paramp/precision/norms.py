@@ -36,8 +36,7 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.optional_packages import find_apex
 from ..base.replace_class import replace_class
-from .foreign_options import AMP_TYPE
-from .policy import Precision
+from .policy import Mode, Precision
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +215,7 @@ def replace_norms(
     plain: type[nn.Module],
     replacement: type[nn.Module],
     *,
-    precision: Precision | str | int | AMP_TYPE | None = None,
+    precision: Mode | None = None,
     optimizers: Optimizers | None = None,
 ) -> int:
     """Change the class of the ``plain`` norms in ``model`` to ``replacement``, in place.
@@ -256,7 +255,7 @@ def _check_optimizers(optimizers: Optimizers | None) -> None:
             raise TypeError(f"optimizers: got {type(optimizer).__name__}, expected an optimizer or several")
 
 
-def _has_effect(precision: Precision | str | int | AMP_TYPE | None) -> bool:
+def _has_effect(precision: Mode | None) -> bool:
     if precision is None:
         return True
     name = precision.name if isinstance(precision, Precision) else precision

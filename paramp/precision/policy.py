@@ -11,16 +11,20 @@ Fabric's names. In every mode a gradient that is not finite skips the step.
 
 from __future__ import annotations
 
+import enum
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, Literal, TypeAlias, cast, get_type_hints
 
 import torch
 
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
 from ..scaling.loss_scaling import LossScaling
-from .foreign_options import AMP_TYPE, as_dtype, colossalai_options
+
+SPELLINGS = "paramp.compat.spellings"
+"""The module of other libraries' names, imported for a value that is none of ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +177,11 @@ class Precision:
         return replace(self, weights=FP32, masters=False) if self.masters else self
 
     @staticmethod
-    def parse(value: Precision | str | int | AMP_TYPE | torch.dtype | Mapping[str, Any]) -> Precision:
+    def parse(value: Mode) -> Precision:
         """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.
 
-        ``"fp16"`` and ``torch.float16`` are ``16-mixed``, ``"bfloat16"`` and ``torch.bfloat16`` ``bf16-mixed``.
+        ``"fp16"`` and ``torch.float16`` are ``16-mixed``, ``"bfloat16"`` and ``torch.bfloat16`` ``bf16-mixed``; other
+        libraries' names are those of :mod:`paramp.compat.spellings`.
 
         The options in ``{"mode": "16-mixed", "init_scale": 1024.0}`` are the fields of the mode's :class:`LossScaling`
         and :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as the mode, they are those of
@@ -189,13 +194,18 @@ class Precision:
             return value
         if isinstance(value, Mapping):
             return _parse_options(value)
-        key = ALIASES.get(value, value) if isinstance(value, (str, int, AMP_TYPE, torch.dtype)) else value
+        key = ALIASES.get(value, value) if isinstance(value, (str, int, torch.dtype)) else value
         if isinstance(key, str) and key in PRESETS:
             return PRESETS[key]
-        if value is AMP_TYPE.APEX:
-            return _parse_options({"mode": value})  # at its default level
-        known = [*PRESETS, *(alias for alias in ALIASES if isinstance(alias, str))]
+        spellings = importlib.import_module(SPELLINGS)
+        if (mode := spellings.precision_of(value)) is not None:
+            return cast(Precision, mode)
+        known = [*PRESETS, *(alias for alias in (*ALIASES, *spellings.ALIASES) if isinstance(alias, str))]
         raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
+
+
+Mode: TypeAlias = Precision | str | int | torch.dtype | enum.Enum | Mapping[str, Any]
+"""What :meth:`Precision.parse` accepts."""
 
 
 def _row(name: str, weights: torch.dtype, compute: torch.dtype, **changes: Any) -> Precision:
@@ -232,34 +242,41 @@ PRESETS: dict[str, Precision] = {
     )
 }
 
-ALIASES: dict[str | int | AMP_TYPE | torch.dtype, str] = {
-    **dict.fromkeys((32, "32", "fp32", "O0", FP32), "32-true"),
+ALIASES: dict[str | int | torch.dtype, str] = {
+    **dict.fromkeys((32, "32", "fp32", FP32), "32-true"),
     **dict.fromkeys((64, "64"), "64-true"),
-    **dict.fromkeys((16, "16", "amp", "amp_fp16", "O1", "fp16", "float16", FP16, AMP_TYPE.TORCH), "16-mixed"),
-    **dict.fromkeys(("bf16", "amp_bf16", "bfloat16", BF16), "bf16-mixed"),
-    AMP_TYPE.NAIVE: "16-naive",
-    "amp_fp8": "fp8-mixed",
+    **dict.fromkeys((16, "16", "fp16", "float16", FP16), "16-mixed"),
+    **dict.fromkeys(("bf16", "bfloat16", BF16), "bf16-mixed"),
 }
+
+_SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def as_dtype(name: str, value: object) -> torch.dtype:
+    """``value`` as a floating-point dtype; it may be a name: ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
+    found = value
+    if isinstance(value, str):
+        name_in_torch = value.removeprefix("torch.")
+        found = getattr(torch, _SHORT_DTYPES.get(name_in_torch, name_in_torch), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise ConfigError(f"{name}: got {shown(value)}, expected a floating-point dtype such as torch.float16, or None")
+    return found
 
 
 def _parse_options(options: Mapping[str, Any]) -> Precision:
-    """Parse ``{"mode": ..., option: value}``. The options of an ``AMP_TYPE`` are Colossal-AI's, those of a mode's name
-    the fields of its row's :class:`LossScaling` and :class:`Float8`."""
+    """Parse ``{"mode": ..., option: value}``. The options of a mode's name are the fields of its row's
+    :class:`LossScaling` and :class:`Float8`."""
     given = dict(options)
     storage = {name: given.pop(name) for name in STORAGE if name in given}
     if storage:
         return _parse_options(given).storing(**storage)
     mode = given.pop("mode", None)
-    if isinstance(mode, str):  # a TOML file has no enums
-        mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
-    if isinstance(mode, AMP_TYPE):
-        parsed = colossalai_options(mode, given)
-        row = PRESETS[parsed.row]
-        scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
-        return replace(row, scaling=scaling, **parsed.precision)
-    if not isinstance(mode, (str, int)) or isinstance(mode, bool):
-        allowed = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
-        raise ConfigError(f"mode: got {shown(mode)}, expected one of {allowed}, or the name of a mode")
+    if not isinstance(mode, (str, int)) or mode not in (*PRESETS, *ALIASES):
+        spellings = importlib.import_module(SPELLINGS)
+        if (parsed := spellings.precision_with(mode, given)) is not None:
+            return cast(Precision, parsed)
+        if not isinstance(mode, (str, int)) or isinstance(mode, bool):
+            raise ConfigError(f"mode: got {shown(mode)}, expected one of {spellings.MODES}, or the name of a mode")
     row = Precision.parse(mode)
     internal = {"transformer_engine"}  # set by the mode's name
     if row.float8 is not None and not row.float8.transformer_engine:

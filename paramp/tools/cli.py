@@ -88,7 +88,7 @@ def run_inspect(given: argparse.Namespace) -> int:
 def run_export(given: argparse.Namespace) -> None:
     """Export, and print the path of the file."""
     from ..checkpoint.convert import export_weights
-    from ..precision.foreign_options import as_dtype
+    from ..precision.policy import as_dtype
 
     dtype = None if given.dtype == "stored" else as_dtype("--dtype", given.dtype)
     print(export_weights(given.checkpoint, given.to, dtype))

@@ -11,9 +11,13 @@ from torch import nn
 
 import paramp
 from paramp.base import sizes
+from paramp.compat import spellings
 from paramp.parallel.materialize import materialize, outline
 from paramp.parallel.tensor.linear import PackedRowwise
-from paramp.precision.policy import ALIASES, PRESETS
+from paramp.precision import policy
+from paramp.precision.policy import PRESETS
+
+ALIASES = policy.ALIASES | spellings.ALIASES
 
 IN_FP16, IN_BF16 = ("16-naive", "O2", "O3", "16-true", "transformer-engine-float16"), ("bf16-naive", "bf16-true")
 WEIGHTS = {

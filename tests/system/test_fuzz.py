@@ -20,15 +20,17 @@ from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
 
 import paramp
+from paramp.compat import spellings
 from paramp.compat.colossalai.amp import AMP_TYPE
+from paramp.compat.spellings import _OPTIONS
 from paramp.config.files import load
 from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
 from paramp.config.schema import Config, flatten
 from paramp.config.training import TrainConfig
 from paramp.models import GPT
-from paramp.precision.foreign_options import _OPTIONS
-from paramp.precision.policy import ALIASES, PRESETS, STORAGE, Float8, LossScaling
+from paramp.precision import policy
+from paramp.precision.policy import PRESETS, STORAGE, Float8, LossScaling
 from paramp.tools.flags import FLAGS, number_or_word
 from paramp.tools.train_config import configure
 
@@ -36,6 +38,8 @@ pytest.importorskip("hypothesis")
 
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
+
+ALIASES = policy.ALIASES | spellings.ALIASES
 
 
 def fuzz(short: int, full: int):

@@ -8,7 +8,6 @@ precision in which they have no effect, gives a :class:`~paramp.precision.norms.
 
 from torch import nn
 
-from ...precision.foreign_options import AMP_TYPE
 from ...precision.norms import (
     FusedLayerNorm,
     FusedRMSNorm,
@@ -18,7 +17,7 @@ from ...precision.norms import (
     Optimizers,
     replace_norms,
 )
-from ...precision.policy import Precision
+from ...precision.policy import Mode
 from ..missing import missing
 
 __all__ = [
@@ -31,7 +30,7 @@ __all__ = [
 
 
 def apply_low_precision_layernorm(
-    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
+    model: nn.Module, precision: Mode | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """Make the input and output of each ``nn.LayerNorm`` of ``model`` autocast's dtype.
 
@@ -48,14 +47,14 @@ def apply_low_precision_layernorm(
 
 
 def apply_low_precision_groupnorm(
-    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
+    model: nn.Module, precision: Mode | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.GroupNorm``."""
     return replace_norms(model, nn.GroupNorm, LPGroupNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_low_precision_rmsnorm(
-    model: nn.Module, precision: Precision | str | int | AMP_TYPE | None = None, optimizers: Optimizers | None = None
+    model: nn.Module, precision: Mode | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.RMSNorm``."""
     return replace_norms(model, nn.RMSNorm, LPRMSNorm, precision=precision, optimizers=optimizers)

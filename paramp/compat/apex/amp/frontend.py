@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ....base.errors import ConfigError
-from ....precision.foreign_options import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from ....precision.policy import Precision
 from ....scaling.loss_scaling import LossScaling
+from ...spellings import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from .casts import patch_registered
 from .errors import AmpError
 from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32

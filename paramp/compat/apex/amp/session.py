@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....precision.foreign_options import Properties
 from ....precision.policy import Precision
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling import LossScaling
+from ...spellings import Properties
 from .errors import AmpError
 from .weights import AmpWeight
 

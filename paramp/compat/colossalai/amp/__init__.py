@@ -1,6 +1,6 @@
 """Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
 
-from ....precision.foreign_options import AMP_TYPE
+from ...spellings import AMP_TYPE
 from .convert import (
     AmpCriterion,
     AmpModel,

@@ -27,8 +27,8 @@ from ....engine.compute_context import ComputeContext
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
 from ....parallel.stage import Stage
-from ....precision.foreign_options import AMP_TYPE
 from ....precision.policy import Precision
+from ...spellings import AMP_TYPE
 from .optimizer import AmpOptimizer
 
 Options = Mapping[str, Any]

@@ -1,7 +1,8 @@
-"""The options of Colossal-AI's ``fp16`` dict and of Apex's levels, as changes to a row of the table of modes.
+"""Other libraries' names of modes, options and configuration keys, as values of ours.
 
-Each function takes options under their original names and returns a :class:`ParsedOptions`: a row of the table, and
-the fields that are changed in it. :mod:`paramp.precision.policy` documents those fields.
+:mod:`paramp.precision.policy` and :mod:`paramp.config.files` know none of these names: they import this module
+when they meet a value that is not theirs. Options of Colossal-AI's ``fp16`` dict and of Apex's levels become changes to
+a row of the table of modes (:class:`ParsedOptions`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 
 from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, shown
+from ..config.schema import Config
+from ..precision.policy import PRESETS, Precision, as_dtype
+from ..scaling.loss_scaling import LossScaling
 
 
 class AMP_TYPE(enum.Enum):
@@ -155,20 +159,6 @@ def _apex_scaling(properties: Properties, smallest: float | None, largest: float
     return {"init_scale": scale, "min_scale": scale, "max_scale": scale}
 
 
-_SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-
-
-def as_dtype(name: str, value: object) -> torch.dtype:
-    """``value`` as a floating-point dtype; it may be a name: ``"float16"``, ``"torch.float16"`` or ``"fp16"``."""
-    found = value
-    if isinstance(value, str):
-        name_in_torch = value.removeprefix("torch.")
-        found = getattr(torch, _SHORT_DTYPES.get(name_in_torch, name_in_torch), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
-        raise ConfigError(f"{name}: got {shown(value)}, expected a floating-point dtype such as torch.float16, or None")
-    return found
-
-
 def _as_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool) and value not in ("True", "False"):
         raise ConfigError(f"{name}: got {shown(value)}, expected True or False")
@@ -251,3 +241,64 @@ def _checked(name: str, value: Any) -> Any:
     """``value``, after a check that it has the type of the loss scaling's option ``name``."""
     types = {"growth_interval": int, "hysteresis": int, "max_scale": float | None}
     return _as_bool(name, value) if name == "enabled" else convert(value, types.get(name, float), name)
+
+
+ALIASES: dict[str | AMP_TYPE, str] = {
+    **dict.fromkeys(("O1", "amp", "amp_fp16", AMP_TYPE.TORCH), "16-mixed"),
+    "O0": "32-true",
+    "amp_bf16": "bf16-mixed",
+    AMP_TYPE.NAIVE: "16-naive",
+    "amp_fp8": "fp8-mixed",
+}
+"""Apex's, Composer's and Colossal-AI's names of modes."""
+MODES = ", ".join(f"AMP_TYPE.{kind.name}" for kind in AMP_TYPE)
+"""What an ``fp16`` dict may have as its mode, for an error."""
+
+
+def precision_of(value: object) -> Precision | None:
+    """The mode that ``value`` names; None if it is no name of these libraries."""
+    if value is AMP_TYPE.APEX:
+        return precision_with(value, {})  # at its default level
+    return PRESETS[ALIASES[value]] if isinstance(value, (str, AMP_TYPE)) and value in ALIASES else None
+
+
+def precision_with(mode: object, options: Mapping[str, Any]) -> Precision | None:
+    """The mode of ``fp16=dict(mode=..., **options)``; None if ``mode`` is no ``AMP_TYPE``, nor the name of one."""
+    if isinstance(mode, str):  # a TOML file has no enums
+        mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
+    if not isinstance(mode, AMP_TYPE):
+        return None
+    parsed = colossalai_options(mode, options)
+    row = PRESETS[parsed.row]
+    scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
+    return replace(row, scaling=scaling, **parsed.precision)
+
+
+def without_fp16(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree``, a configuration with Colossal-AI's key ``fp16``, with ``precision`` in its place."""
+    if "precision" in tree:
+        raise ConfigError("fp16: given together with precision; keep one of the two")
+    known = {key: value for key, value in tree.items() if key != "fp16"}
+    fp16 = tree["fp16"]
+    # dict(mode=None): nothing is in half precision.
+    if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
+        known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+    return known
+
+
+def with_microbatches(config: Config) -> Config:
+    """``config`` with Colossal-AI's ``NUM_MICRO_BATCHES`` as that of its pipeline; without one it has no effect."""
+    pipeline = config.parallel.pipeline
+    count = convert(config.user["NUM_MICRO_BATCHES"], int, "NUM_MICRO_BATCHES")
+    if pipeline.size == 1:
+        return config
+    if pipeline.microbatches not in (None, count):
+        raise ConfigError(
+            f"NUM_MICRO_BATCHES: got {count}, but parallel.pipeline.microbatches is {pipeline.microbatches}; "
+            "remove one of the two"
+        )
+    try:
+        pipeline = replace(pipeline, microbatches=count)
+    except ConfigError as error:
+        raise ConfigError(f"NUM_MICRO_BATCHES: {error}") from None
+    return replace(config, parallel=replace(config.parallel, pipeline=pipeline))
