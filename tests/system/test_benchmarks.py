@@ -8,13 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from commands import COLD, PYTHON, ROOT, python, run, succeeded
+from commands import COLD, PYTHON, ROOT, run, succeeded
 from families import SEED, WHOLE, family
 from pool import on_ranks
 
-import paramp
 from paramp.config.schedules import SCHEDULES
 from paramp.models import GPTConfig, ViT
 from paramp.precision.policy import PRESETS
@@ -72,16 +69,6 @@ def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(capsys):
     assert naive > 16 * num_parameters
     # beside half of everything, and of a block of gradients in fp32, the block that is being stepped in fp32
     assert rows["16-true"]["memory_bytes"] < (full + 4 * num_parameters) / 1.8 + 16 * num_parameters
-
-
-def test_host_reads_and_collectives_are_counted():
-    def read():
-        value = torch.ones(1)
-        value.item(), float(value), value.tolist(), bool(value > 0)
-        dist.all_reduce(value)
-
-    with paramp.launch_from_torch():
-        assert benchmark("step").count(read, torch.device("cpu")) == (1, 4)
 
 
 def test_the_step_has_a_row_or_a_reason_for_every_candidate(capsys, monkeypatch):
@@ -233,26 +220,6 @@ def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_a
     assert re.search(r"SKIPPED .*test_fuzz.py:\d+: could not import 'hypothesis'", done.stdout)
 
 
-def test_a_machine_without_a_gpu_says_so_in_one_line():
-    done = python("benchmarks/gpu.py", CUDA_VISIBLE_DEVICES="")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"make gpu: torch \S+ in \S+ sees no GPU on this machine\n", done.stderr)
-
-
-BUILD_TWO = """
-import json
-from scale import Layout, build
-print(json.dumps([build(world, world - 1, Layout(pp=2, tp=2), "16-mixed") for world in (8, 512)]))
-"""
-
-
-def test_a_rank_of_a_large_world_makes_the_same_collectives_and_groups():
-    done = succeeded(python("-c", BUILD_TWO, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}"))
-    small, large = json.loads(done.stdout)
-    assert small["collectives"] == large["collectives"] > 0
-    assert small["groups"] == large["groups"] <= 32
-
-
 @on_ranks(2)
 def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
     """And comparing replicas is measured against a step."""
@@ -266,12 +233,6 @@ def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
         assert all(0 <= row["least_bubble"] <= row["median_bubble"] < 1 for row in rows.values())
         (row,) = replicas["rows"]
         assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
-
-
-def test_ways_of_saving_are_measured_against_a_copy(capsys):
-    found = measured("checkpoints", "--tensors 2 --width 8 --rounds 1")
-    assert found["bytes"] == 2 * (3 * 64 * 4 + 4)
-    assert found["stall"] == pytest.approx(found["seconds"]["save, wait=False"] / found["seconds"]["copy"])
 
 
 def test_the_cost_of_reproducible_is_a_ratio_in_the_same_chunks():

@@ -4,10 +4,8 @@ import importlib
 import json
 import re
 
-import pytest
 from commands import COLD, ROOT, python, succeeded
 
-import paramp
 from paramp.tools.doctor import PACKAGES
 
 HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo", "torch._inductor.compile_fx"]
@@ -74,23 +72,3 @@ def test_names_are_where_the_changelog_says_that_they_have_moved():
             else:
                 assert found(dotted) is not None
     assert len(seen) > 30
-
-
-FACADES = {
-    "amp": "compat.colossalai.amp AMP_TYPE convert_to_amp convert_to_apex_amp convert_to_naive_amp"
-    " convert_to_torch_amp",
-    "nn": "precision.norms FusedLayerNorm FusedRMSNorm LPGroupNorm LPLayerNorm LPRMSNorm",
-    "functional": "compat.composer.functional apply_fused_layernorm apply_low_precision_groupnorm"
-    " apply_low_precision_layernorm",
-    "algorithms": "compat.composer.algorithms FusedLayerNorm LowPrecisionGroupNorm LowPrecisionLayerNorm",
-}
-"""The home of each facade's names, and those that are promised."""
-
-
-@pytest.mark.parametrize("facade", FACADES)
-def test_facades_show_the_promised_names_of_their_homes(facade):
-    home, *promised = FACADES[facade].split()
-    shown = getattr(paramp, facade)
-    assert set(promised) <= set(shown.__all__)
-    for name in shown.__all__:
-        assert getattr(shown, name) is getattr(importlib.import_module(f"paramp.{home}"), name)

@@ -1,7 +1,6 @@
 """``make mutants`` makes mistakes that leave programs, and runs the tests that meet them."""
 
 import ast
-import contextlib
 import sys
 import tempfile
 import tomllib
@@ -11,7 +10,6 @@ import mutants
 import mutations
 import pytest
 import warm
-from mutants import Timed
 from trees import Tree
 
 RECORDED = """
@@ -86,41 +84,3 @@ def test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake(mo
         with changed.changed(every.module, every.apply((mutations.ROOT / "paramp" / every.module).read_bytes())):
             assert changed.run(names, 100)[0] == "failed"
         assert "5 failed" in changed.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("results", "how"),
-    [
-        (["passed", "passed"], "lived"),
-        (["passed", "failed", "passed"], "killed"),  # the last run is without the mistake
-        (["failed", "failed", "passed"], "lived"),  # as the first test fails without it, too
-        (["timeout", "passed"], "timed out"),
-        ([], "not covered"),
-    ],
-)
-def test_what_becomes_of_a_mutant(results, how, tmp_path, monkeypatch):
-    left, mutant = list(results), mutations.Mutant("m.py", "m.py:f:constant:1", 2, 0, 0, "")
-
-    class Scripted:
-        log = tmp_path / "log"
-
-        def run(self, arguments, seconds):
-            self.log.write_text(f"FAILED {arguments[-1]} - assert 1 == 2")
-            return left.pop(0), 1.0
-
-        @contextlib.contextmanager
-        def changed(self, module, source):
-            yield
-
-    class Met:
-        def tests(self, mutant):
-            return [Timed("tests/a.py::one", 10), Timed("tests/b.py::two", 10)] if results else []
-
-    texts = {"paramp/m.py": "m", "tests/a.py": "a", "tests/b.py": "b"}
-    monkeypatch.setattr(mutants, "_text", texts.get)
-    monkeypatch.setattr(mutants, "KEPT", tmp_path)
-    mutants.Results(Met(), 100).run(mutant, Scripted())
-    assert mutants.Results(Met(), 100).how(mutant) == how
-    assert not left
-    texts["tests/b.py"] = "changed"
-    assert mutants.Results(Met(), 100).how(mutant) == ("" if results else how)

@@ -1,16 +1,12 @@
 """The pool of ranks itself: it reports the rank that failed, and goes on."""
 
 import os
-import subprocess
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-import warm
-from pool import Choice, on_ranks, run_on_ranks
-
-import paramp
+from pool import Choice, on_ranks
 
 
 @on_ranks(2)
@@ -47,30 +43,6 @@ def test_a_failure_names_the_rank_and_the_next_test_runs(body, message):
     works()
 
 
-def count_threads(world):
-    torch.ones(1, requires_grad=True).sum().backward()  # the first one starts threads in builds of torch for GPUs
-    return len(os.listdir("/proc/self/task"))
-
-
-@on_ranks(2)
-def trains_on_shards(world):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = {"0": "colwise", "1": "rowwise"}
-        engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, plan=plan)
-        engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4))
-        assert engine.step().stepped
-
-
-def test_groups_that_a_body_leaves_do_not_keep_their_threads():
-    """Those of gloo poll, also while the rank is idle. DTensor's caches of meshes keep groups."""
-    before = run_on_ranks(2, __name__, "count_threads", {})
-    trains_on_shards()
-    after = run_on_ranks(2, __name__, "count_threads", {})
-    assert all(now <= then for now, then in zip(after, before, strict=True))
-
-
 def test_the_environment_chooses_device_and_backend():
     assert Choice.of({}, 0) == Choice(("cpu",), "gloo")
     assert Choice.of({}, 1) == Choice(("cpu", "cuda"), "gloo")
@@ -94,16 +66,3 @@ def test_the_environment_chooses_device_and_backend():
 def test_a_choice_that_cannot_be_served_is_an_error(device, backend, num_gpus, message):
     with pytest.raises(ValueError, match=message):
         Choice.of({"PARAMP_TEST_DEVICE": device, "PARAMP_TEST_BACKEND": backend}, num_gpus)
-
-
-def test_a_warm_process_has_all_files_that_it_was_given():
-    """Whatever numbers the server's own files have."""
-    warm.start()
-    code = "import os, sys; [os.write(int(fd), b'+') for fd in sys.argv[1:]]"
-    read, write = os.pipe()
-    files = [os.dup(write) for _ in range(40)]
-    subprocess.run([warm.python(), "-c", code, *map(str, files)], pass_fds=files, check=True, timeout=60)
-    for file in (write, *files):
-        os.close(file)
-    with os.fdopen(read, "rb") as received:
-        assert len(received.read()) == len(files)
