@@ -31,24 +31,6 @@ def measured(name, arguments):
         return json.loads(path.read_text()) if path.exists() else None
 
 
-REFUSED = [
-    ("amp_table", "--modes 16-mixd", "(did you mean '16-mixed'?)"),
-    ("amp_table", "--layouts 1 dp3", "expected a multiple of the 3 data ranks x 1 microbatches of layout dp3"),
-    ("by_hand", "--vocab-size 200", "--vocab-size: got 200, expected a multiple of 128"),  # it masks no padding
-    ("overhead", "--tp 2", "got a world of 1, expected 2; start it with torchrun --standalone --nproc-per-node 2"),
-    ("scale", "--worlds 6 --layouts pp2·tp2", "none of the worlds [6] is a multiple of pp2·tp2's 4"),
-    ("reproducible", "--layouts dp2 --batch-size 3", "dp2: --batch-size divides by data ranks x --chunk"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_bad_options_are_reported_before_anything_runs(name, arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        benchmark(name).main(arguments.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 TABLE_MODES = [] if WHOLE or SEED else ["32-true", "16-naive", "16-true"]
 """Of ``amp_table.py``; empty: all."""
 

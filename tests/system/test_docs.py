@@ -7,15 +7,13 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 
 import pytest
 import torch
 from commands import ROOT, run, succeeded
-from pool import on_ranks, run_on_ranks
-from reference import assert_trained
+from pool import run_on_ranks
 
 import paramp
 from paramp.amp import AMP_TYPE
@@ -89,21 +87,21 @@ def commands():
 
 
 def execute(page, *sources):
-    """What blocks of ``page`` print, and their names: they run in one namespace, as a page may import once."""
+    """What blocks of ``page`` print: they run in one namespace, as a page may import once."""
     names = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for number, source in enumerate(sources):
             for long, short in SHORT_LOOPS.items():
                 source = source.replace(long, short)
             exec(compile(source, f"{page}, block {number}", "exec"), names)
-    return out.getvalue(), names
+    return out.getvalue()
 
 
 def execute_on_rank(world, page, sources, folder):
     sys.argv = [page]
     amp.reset()  # an earlier test of this process may have initialized it
     with contextlib.chdir(folder):
-        return execute(page, *sources)[0]
+        return execute(page, *sources)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
@@ -126,50 +124,6 @@ def test_the_program_of_reproducible_prints_one_line_on_every_layout(tmp_path):
     assert [first != other for first, other in pairs] == [True, True, True]
 
 
-@on_ranks(2)
-def test_the_loops_of_fsdp2_are_plain_torchs(world):
-    """Weights, norms and skipped steps, against one process with torch's scaler and clip."""
-    _, names = execute("docs/fsdp2.md", *blocks("docs/fsdp2.md", "python")[:2])
-    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)]
-    for prefix, norms in (("", []), ("wide_", [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)])):
-        torch.manual_seed(0)
-        plain = torch.nn.Sequential(*norms[:1], *layers, *norms[1:])
-        for layer in filter(lambda layer: hasattr(layer, "reset_parameters"), plain):
-            layer.reset_parameters()
-        start = [parameter.detach().clone() for parameter in plain.parameters()]
-        model = names["wide" if prefix else "model"]
-        norm = train_in_one_process(plain)
-        scaler, optimizer = names[prefix + "scaler"], names[prefix + "optimizer"]
-        trained = [parameter.full_tensor() for parameter in model.parameters()]
-        assert_trained(*(dict(enumerate(one)) for one in (trained, plain.parameters(), start)), of_way=0.02)
-        if not prefix:
-            torch.testing.assert_close(names["grad_norm"], norm, atol=1e-4, rtol=2e-3)
-        if world.rank == 1:  # an overflow in this rank's shard alone
-            shard = list(model.parameters())[2 if prefix else 0]
-            shard.register_post_accumulate_grad_hook(lambda shard: shard.grad.to_local().fill_(torch.inf))
-        scale, x = scaler.get_scale(), torch.randn(8, 8)
-        names["train_step"](model, optimizer, scaler, x, x)
-        assert scaler.get_scale() == scale / 2
-        torch.testing.assert_close([p.full_tensor() for p in model.parameters()], trained, atol=0, rtol=0)
-
-
-def train_in_one_process(model):
-    """The page's three steps in plain torch; the last norm."""
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu")
-    for step in range(3):
-        torch.manual_seed(step)
-        x = torch.randn(16, 8)
-        half = {name: parameter.half() for name, parameter in model.named_parameters()}
-        loss = torch.nn.functional.mse_loss(torch.func.functional_call(model, half, x.half()).float(), x)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return norm
-
-
 def test_commands_run_by_other_tests_exist():
     for name in RUN_BY:
         module, _, function = name.partition(".")
@@ -179,8 +133,7 @@ def test_commands_run_by_other_tests_exist():
 
 def dry_run(*words):
     """What ``make`` would run."""
-    command = ["make", "--dry-run", *words]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return succeeded(run(["make", "--dry-run", *words])).stdout
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +169,7 @@ def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tutorial.py", "1", "1"])
     for is_first in (True, False):
-        *before, last = execute("docs/tutorial.md", source)[0].splitlines()
+        *before, last = execute("docs/tutorial.md", source).splitlines()
         assert len(before) == is_first
         assert last == "all 4 steps are done; the weights of runs/tutorial/step-00000004 are in runs/tutorial/model.pt"
 
