@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import tomllib
+from types import ModuleType
 
 import pytest
 import torch
@@ -235,9 +236,15 @@ def test_make_train_is_what_the_readme_says():
     assert layout == (2, 2, "16-mixed", "stdlib")
 
 
-def test_the_index_lists_every_page():
+def test_the_index_lists_every_page_and_the_reference_every_public_name():
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages <= set(re.findall(r"\]\(([\w-]+\.md)[#)]", read("docs/index.md")))
+    shown = {
+        name for path in (ROOT / "docs/reference").glob("*.md") for name in re.findall(r"^::: (\S+)", read(path), re.M)
+    }
+    names = {name for name in paramp.__all__ if not isinstance(getattr(paramp, name), (str, ModuleType))}
+    assert len(names) > 15
+    assert {f"paramp.{name}" for name in names} - shown == set()
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():

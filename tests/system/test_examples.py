@@ -13,7 +13,6 @@ import pytest
 import torch
 from commands import ROOT, python, succeeded, torchrun
 from families import WHOLE, family, long
-from images import load_images
 from pool import run_on_ranks
 from test_corpus import save_tokenizer
 from test_dataloader import few_cores
@@ -147,36 +146,15 @@ def test_prepared_bytes_of_a_folder_are_split_by_file_and_kept(tmp_path, capsys)
     assert (output / "train.bin").read_bytes() != before
 
 
-def save_cifar10(folder, training=40, held_out=8):
-    """Files in the form of CIFAR-10's, in two batches, and their labels: each class has a brightness of its own."""
+def save_cifar10(folder, training, held_out):
+    """Files in the form of CIFAR-10's, in two batches: each class has a brightness of its own."""
     folder = folder / "cifar-10-batches-bin"
     folder.mkdir()
-    generator = np.random.default_rng(0)
     labels = np.arange(training + held_out) % 10
-    pixels = generator.integers(0, 30, (len(labels), 3072)) + labels[:, None] * 20
-    records = np.column_stack([labels, pixels]).astype(np.uint8)
-    parts = np.split(records, [training // 2, training])
+    pixels = np.random.default_rng(0).integers(0, 30, (len(labels), 3072)) + labels[:, None] * 20
+    parts = np.split(np.column_stack([labels, pixels]).astype(np.uint8), [training // 2, training])
     for name, part in zip(("data_batch_1", "data_batch_2", "test_batch"), parts, strict=True):
         part.tofile(folder / f"{name}.bin")
-    return records
-
-
-def test_cifar10_is_read_from_its_binary_records(tmp_path):
-    records = save_cifar10(tmp_path)
-    training, held_out = load_images(tmp_path)
-    assert (len(training), len(held_out), training.num_channels, training.side) == (40, 8, 3, 32)
-    whole = records[:40, 1:].reshape(40, 3, 32, 32) / 255
-    mean, std = whole.mean((0, 2, 3)), whole.std((0, 2, 3))
-    for images, index, record in ((training, 3, 3), (training, 25, 25), (held_out, 5, 45)):
-        image, label = images[index]
-        assert label == records[record, 0]
-        # the record's bytes by hand: 1 label, then planes of 1024, rows of 32
-        value = records[record, 1 + 2 * 1024 + 7 * 32 + 9] / 255
-        assert image[2, 7, 9].item() == pytest.approx((value - mean[2]) / std[2], abs=1e-4)
-    with (tmp_path / "cifar-10-batches-bin" / "data_batch_2.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(paramp.ConfigError, match=r"data_batch_2\.bin' has 61461 bytes, expected records of 3073"):
-        load_images(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import families
 import pytest
@@ -37,18 +36,6 @@ def test_every_family_has_a_case_by_default(request):
     else:
         empty = collected_alone()
     assert empty == []
-
-
-def test_tests_without_a_case_are_found():
-    def item(nodeid, *marks):
-        return SimpleNamespace(nodeid=nodeid, iter_markers=lambda name: (mark for mark in marks if mark.name == name))
-
-    left_out = pytest.mark.skipif(True, reason=families.LONG).mark
-    empty = pytest.mark.skip(reason="got empty parameter set for (name)").mark
-    other = pytest.mark.skipif(True, reason="torch sees no GPU on this machine").mark
-    items = [item("a.py::some[1]", left_out), item("a.py::some[2]"), item("a.py::none[1]", left_out)]
-    items += [item("a.py::empty[name0]", empty), item("a.py::gpu", other)]
-    assert families.without_a_case(items) == ["a.py::none", "a.py::empty"]
 
 
 def test_a_default_run_has_a_case_and_a_sample_others_and_how_to_repeat_them(monkeypatch):

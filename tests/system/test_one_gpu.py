@@ -45,13 +45,6 @@ def train(device, mode, options, parallel, steps=5):
         return train_engine(context, build, GPT.loss, steps, lr=1.0, length=8, overflow_at=2)
 
 
-@on_each_device
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "zero"])
-def test_one_process_with_an_option_follows_the_run_without_it(name, device):
-    mode, options = OPTIONS[name]
-    assert_follows(train(device, mode, options, {}), train(device, mode, {}, {}), mode)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"])
 def test_a_gpu_follows_the_cpu(mode):

@@ -14,7 +14,7 @@ from families import cases as chosen
 from matrix import README, SCHEDULE_MODES, from_small_scale, marks_of, replace_table, table
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
-from small_engines import assert_same_tensors, engine_of
+from small_engines import engine_of
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -272,10 +272,10 @@ def test_in_fp32_schedules_agree_in_training_evaluation_and_dropout(world):
             assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             for name, parameter in engine.named_parameters():
-                gradient = reference.get_parameter(name).grad
-                if name in ("embedding.tokens.weight", "head.weight") and not row.v_shaped:
-                    continue  # each rank has its part of the sum until the step
-                torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5)
+                # Of tied ones in a loop each rank has its part of the sum until the step.
+                if name not in ("embedding.tokens.weight", "head.weight") or row.v_shaped:
+                    gradient = reference.get_parameter(name).grad
+                    torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5)
             assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             engine.eval()
             torch.testing.assert_close(engine(x), reference(x).detach(), atol=1e-5, rtol=1e-5)
@@ -337,19 +337,6 @@ def test_awkward_models_follow_plain_torch(world, build, split):
             assert set(own) <= names.keys()
             with pytest.raises(RuntimeError, match="several pipeline stages that are not consecutive"):
                 engine.module(given[0][0])
-
-
-@on_ranks(2)
-def test_a_model_on_meta_is_filled_as_in_one_process(world):
-    def state(parallel):
-        with torch.device("meta"):
-            model = nn.Sequential(small_gpt(num_layers=3), nn.Identity())
-        with paramp.launch_from_torch({"parallel": parallel}):
-            return engine_of(model, GPT.loss).full_state_dict()
-
-    expected = state({"data": 2})
-    for schedule in ("interleaved-1f1b", "zbv"):
-        assert_same_tensors(state({"pipeline": {"size": 2, "schedule": schedule}}), expected)
 
 
 class Dropping(nn.Sequential):
