@@ -13,7 +13,7 @@ from families import SEED, WHOLE, family
 from pool import on_ranks
 
 from paramp.config.schedules import SCHEDULES
-from paramp.models import GPTConfig, ViT
+from paramp.models import ViT
 from paramp.precision.policy import PRESETS
 
 
@@ -51,29 +51,6 @@ def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(capsys):
     assert naive > 16 * num_parameters
     # beside half of everything, and of a block of gradients in fp32, the block that is being stepped in fp32
     assert rows["16-true"]["memory_bytes"] < (full + 4 * num_parameters) / 1.8 + 16 * num_parameters
-
-
-def test_the_step_has_a_row_or_a_reason_for_every_candidate(capsys, monkeypatch):
-    step = benchmark("step")
-    monkeypatch.setattr(step, "why_not_inductor", lambda *_: "compiling takes too long for a test")
-    result = measured("step", "--parameters 0.03M --tensors 7 --rounds 1 --device cpu")
-    rows = {row["row"]: row for row in result["rows"]}
-    assert rows.keys() | result["cannot_run"].keys() == {row.name for row in step.ROWS}
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in (*rows, *result["cannot_run"]))
-    # AdamW's weight, gradient and two moments of 4 bytes; or 2 + 2 + 4 + 8 and the masters' gradients
-    assert rows[step.FULL]["bytes_kept"] == pytest.approx(16, rel=0.01)
-    assert rows[step.HALF]["bytes_kept"] == pytest.approx(20, rel=0.01)
-    assert rows[step.FULL]["collectives"] == 0
-
-
-@on_ranks(2)
-def test_the_loop_on_torch_is_correct_in_every_layout(world):
-    overhead = benchmark("overhead")
-    shape = GPTConfig(num_layers=2, num_heads=2, width=32, max_seq_len=8, vocab_size=128, tied=False)
-    for layout in ({"tp": 2}, {"pp": 2}):
-        result = overhead.run(["32-true"], overhead.Layout(**layout), shape, 4, 8, 2, 1, "cpu")
-        assert (result is None) == (world.rank > 0)
 
 
 def by_hand(arguments="", **layout):

@@ -1,7 +1,7 @@
 """What importing paramp, and training without a layout, loads: nothing that a plain loop of torch does not."""
 
-import importlib
 import json
+import pkgutil
 import re
 
 from commands import COLD, ROOT, python, succeeded
@@ -49,15 +49,6 @@ def test_a_step_without_a_layout_loads_what_a_plain_loop_does():
     assert not modules.intersection(set(HEAVY) - plain)
 
 
-def found(dotted):
-    """What a dotted name stands for: a module, or an attribute of one."""
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError:
-        parent, _, name = dotted.rpartition(".")
-        return getattr(found(parent), name)
-
-
 def test_names_are_where_the_changelog_says_that_they_have_moved():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("| 0.1.0 | now |\n|---|---|\n")[2]
     seen = []
@@ -70,5 +61,5 @@ def test_names_are_where_the_changelog_says_that_they_have_moved():
             if dotted.endswith(".FabricPrecision"):  # needs Lightning
                 assert "class FabricPrecision" in (ROOT / "paramp/integrations/fabric.py").read_text(encoding="utf-8")
             else:
-                assert found(dotted) is not None
+                assert pkgutil.resolve_name(dotted) is not None
     assert len(seen) > 30
