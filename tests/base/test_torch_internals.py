@@ -22,7 +22,9 @@ NAMES = {name for row in internals.INVENTORY for name in row.names.split()}
 DOTTED = {f"{row.owner}.{name}" for row in internals.INVENTORY for name in row.names.split()}
 PUBLIC = {"_asdict", "_replace", "_fields", "_exit", "_current_frames"}
 """Documented by Python in spite of their underscores."""
-GIVEN = {"_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_whole_on_meta"}
+GIVEN = {
+    *("_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_runs_forward_of_class", "_whole_on_meta"),
+}
 """Attributes that paramp gives to objects of others by names in constants, beside those that begin with _paramp."""
 MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
 """The short names under which files import torch's modules."""
@@ -43,9 +45,7 @@ def defined(tree):
             yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
-KNOWN = (
-    NAMES | PUBLIC | GIVEN | {"_runs_forward_of_class"} | {name for tree in PARSED.values() for name in defined(tree)}
-)
+KNOWN = NAMES | PUBLIC | GIVEN | {name for tree in PARSED.values() for name in defined(tree)}
 
 
 def uses(tree):

@@ -119,14 +119,9 @@ def test_the_standard_library_is_split_by_file(tmp_path, monkeypatch):
     assert 0.01 < len(corpus.held_out) / len(corpus.training) < 0.15
     assert 2.0 < bigram_loss(corpus) < 3.0
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    write(tmp_path, {"test/left_out.py": "# tests are left out"})
     with pytest.raises(ConfigError, match=r"0 Python files under .*, too few to train on"):
         load_corpus("stdlib")  # a Python without its source
-    names = sorted(f"module_{index}.py" for index in range(60))
-    write(tmp_path, {name: f"# {name}" for name in names} | {"test/left_out.py": "# tests are left out"})
-    corpus = load_corpus("stdlib")
-    assert texts(corpus)[1] == "\n".join(f"# {name}" for name in names if is_held_out(name)) != ""
-    assert "left out" not in texts(corpus)[0]
-    assert corpus.num_files == 60
 
 
 def test_a_text_file_is_read_as_its_bytes(tmp_path):

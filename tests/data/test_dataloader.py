@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import on_ranks
 from reference import batches, plain_fp32_training, small_gpt
+from small_engines import everywhere
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -286,7 +287,7 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
     """dp 2 x tp 2 with batches of 4 against plain torch with the same samples in batches of 8."""
     steps = list(batches(4))
     data = TensorDataset(*(torch.cat(part) for part in zip(*steps, strict=True)))
-    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}) as context:
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}):
         torch.manual_seed(world.rank)
         engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), [1])
         assert test == [1]
@@ -298,28 +299,24 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
         expected, _ = plain_fp32_training(4)
         assert losses == pytest.approx(expected, abs=1e-5)
 
-        shuffled = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
-        _, train, test, _ = engine_with(*shuffled)
-        everyone = [None] * 4
-        mine = [torch.cat([x for x, _ in loader]).tolist() for loader in (train, test)]
-        torch.distributed.all_gather_object(everyone, (context.dp.rank, mine))
-        assert everyone[0] == everyone[1]  # one model group
-        assert everyone[2] == everyone[3]
-        both = everyone[0][1][0] + everyone[2][1][0]
-        assert sorted(both) == sorted(data.tensors[0].tolist())
-        assert mine[0] != mine[1]  # two loaders have an order each
 
-
+@pytest.mark.parametrize(
+    ("parallel", "places"),
+    [({"tensor": 2, "data": 2}, [0, 0, 1, 1]), ({"data": {"shard": 2, "replicate": 2}}, [0, 1, 2, 3])],
+)
 @on_ranks(4)
-def test_ranks_of_shards_and_of_replicas_take_different_samples(world):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "replicate": 2}}}) as context:
-        model = torch.nn.Linear(1, 1)
-        loader = DataLoader(range(16), batch_size=2, shuffle=True)
-        _, loader, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), train_dataloader=loader)
-        everyone = [None] * 4
-        torch.distributed.all_gather_object(everyone, (context.dp.rank, context.dp.size, flat(epoch(loader))))
-    assert [(rank, size) for rank, size, _ in everyone] == [(rank, 4) for rank in range(4)]
-    assert sorted(flat(numbers for *_, numbers in everyone)) == [*range(16)]
+def test_ranks_of_shards_and_of_replicas_take_different_samples(world, parallel, places):
+    """And those of a model group the same; two loaders have an order each."""
+    torch.manual_seed(world.rank)
+    with paramp.launch_from_torch({"parallel": parallel}):
+        shuffled = [DataLoader(range(16), batch_size=2, shuffle=True) for _ in range(2)]
+        _, train, test, _ = engine_with(*shuffled)
+        found = everywhere([flat(epoch(train)), flat(epoch(test))])
+    by_place = dict(zip(places, found, strict=True))
+    assert found == [by_place[place] for place in places]
+    orders = [flat(one[index] for one in by_place.values()) for index in (0, 1)]
+    assert [sorted(order) for order in orders] == [[*range(16)]] * 2
+    assert orders[0] != orders[1]
 
 
 @on_ranks(4)
@@ -340,15 +337,13 @@ def test_wrong_loaders_are_an_error_on_every_rank(world):
         engine_with(DataLoader(numbers) if world.rank == 0 else None)
 
 
+ITSELF = DistributedSampler(Numbers(24), 1, 0, shuffle=False)
 RESUMED = {
     "shuffled": {"dataset": Numbers(24), "shuffle": True},
     "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
     "with workers": {"dataset": Numbers(24), "shuffle": True, "num_workers": 1, **WORKERS},
     "a stream": {"dataset": Stream(24)},
-    "a sampler that shards by itself": {
-        "dataset": Numbers(24),
-        "sampler": DistributedSampler(Numbers(24), 1, 0, shuffle=False),
-    },
+    "a sampler that shards by itself": {"dataset": Numbers(24), "sampler": ITSELF},
 }
 
 
