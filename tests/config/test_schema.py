@@ -1,4 +1,4 @@
-"""The configuration: defaults, spellings, precision modes, files, and what is said of everything else."""
+"""The configuration: defaults, precision modes and their other names, files, and what is said of everything else."""
 
 import dataclasses
 import functools
