@@ -404,11 +404,11 @@ def test_the_mixin_in_trls_trainer(world):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     rows = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in samples()])
     options = defaults(2) | {"save_strategy": "steps", "save_steps": OVERFLOWS + 1, "learning_rate": 0.01}
-    options |= {"optim": "adamw_torch_fused", "max_grad_norm": 1.0, "max_length": LENGTH}
+    options |= {"optim": "adamw_torch_fused", "max_length": LENGTH, "gradient_checkpointing": False}
     found = []
     for resumed in (None, str(folder / f"checkpoint-{OVERFLOWS + 1}")):
         with mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}), quiet():
-            arguments = SFTConfig(str(folder), gradient_checkpointing=False, **options)
+            arguments = SFTConfig(str(folder), **options)
             trainer = host(build(), arguments, train_dataset=rows, processing_class=tokenizer)
         logs = train(trainer, resume_from_checkpoint=resumed)
         forget()
