@@ -5,10 +5,10 @@ tests run once without a mistake, and which of them meet which mistake is record
 of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those of ``tests/system``
 and long ones run if no other fails.
 
-A mutant is killed if a test fails that passes without it. One with which tests do not end in time, and none fails, has
-timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find. What the tests
-meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on where the
-first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
+A mutant is killed if a test fails that has passed without it. One with which tests do not end in time, and none fails,
+has timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find. What the
+tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on where
+the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
 ``tests/mutants.toml`` does not argue to be equivalent.
 """
 
@@ -49,11 +49,8 @@ FACTOR, LEAST_SECONDS = 3, 40
 """A run may take as many times as long as without a mistake, and so many seconds more."""
 LONG = 20.0
 """Tests that take longer, in seconds, run after all others."""
-BATCHES = (8.0, 30.0, 120.0)
-"""The seconds of tests in the first run of pytest for a mutant, in the second, and in all others."""
-MOST = 600.0
-"""The seconds of tests that are run for a mutant."""
-MOST_TIMEOUTS = 2
+FIRST, MOST = 8.0, 600.0
+"""The seconds of tests in the first run of pytest for a mutant, and in both."""
 TIMED_OUT = re.compile("from pytest-timeout|did not answer within")
 """What a test says that a limit of its own has ended."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.*)$", re.MULTILINE)
@@ -199,28 +196,12 @@ def test_files(under: Sequence[str]) -> list[str]:
     return [str(file) for file in found if any(file.is_relative_to(one) for one in under)]
 
 
-def batches(tests: Sequence[Timed]) -> Iterator[list[Timed]]:
-    """Those of each run of pytest: the first is short, as most mutants fail in it."""
-    most, batch = iter(BATCHES), list[Timed]()
-    limit = next(most)
-    for one in tests:
-        if batch and sum(other.seconds for other in batch) + one.seconds > limit:
-            yield batch
-            batch, limit = [], next(most, limit)
-        batch.append(one)
-    if batch:
-        yield batch
-
-
 class Results:
     """What became of each mutant: ``killed``, ``lived``, ``timed out`` or ``not covered``."""
 
-    def __init__(self, met: Met, most: float = MOST) -> None:
-        self._met, self._most = met, most
-        self._path = KEPT / "results.json"
+    def __init__(self, met: Met) -> None:
+        self._met, self._path, self._lock = met, KEPT / "results.json", threading.Lock()
         self._kept = _read(self._path)
-        self._lock, self._killers = threading.Lock(), Counter[str]()
-        self._passing: dict[str, bool] = {}
 
     def _hash(self, mutant: Mutant, killer: str) -> str:
         """Of what the result depends on: the test that has found the mistake, or else all that run."""
@@ -231,50 +212,41 @@ class Results:
     def _tests(self, mutant: Mutant) -> list[Timed]:
         """What is run for ``mutant``: the first of what meets it, as long as may be."""
         tests = self._met.tests(mutant)
-        ends = itertools.accumulate(one.seconds for one in tests)
-        return [one for one, end in zip(tests, ends, strict=True) if end - one.seconds < self._most]
+        return tests[: _first(tests, MOST)]
 
     def how(self, mutant: Mutant) -> str:
         """What became of ``mutant``, or "" if that is not known."""
         kept = self._kept.get(mutant.name, {})
-        return kept["how"] if "by" in kept and kept["hash"] == self._hash(mutant, kept["by"]) else ""
-
-    def _passes(self, test: str, tree: Tree) -> bool:
-        """Whether ``test`` passes without a mistake. Each that has found one is asked once."""
-        if test not in self._passing:
-            self._passing[test] = tree.run([test], LONG * FACTOR + LEAST_SECONDS)[0] == "passed"
-        return self._passing[test]
+        return kept["how"] if kept.get("hash") == self._hash(mutant, kept.get("by", "")) else ""
 
     def run(self, mutant: Mutant, tree: Tree) -> str:
-        """Run the tests of ``mutant``, what has found other mistakes first. Returns how it went."""
+        """Run the tests of ``mutant``, a few first, as most mutants fail in those. Returns how it went."""
         tests = self._tests(mutant)
-        known = [one for one in tests if self._killers[one.name] and one.seconds <= LONG]
-        tests = list(dict.fromkeys(sorted(known, key=lambda one: -self._killers[one.name])[:3] + tests))
-        how, killer, spent, timeouts = "lived" if tests else "not covered", "", 0.0, 0
-        for batch in batches(tests):
+        number = _first(tests, FIRST)
+        how, killer = "lived" if tests else "not covered", ""
+        for batch in filter(None, (tests[:number], tests[number:])):
             files = [one.name.partition("::")[0] for one in batch]
             names = sorted((one.name for one in batch), key=lambda name: files.index(name.partition("::")[0]))
             with tree.changed(mutant.module, mutant.apply(_text(f"paramp/{mutant.module}").encode())):
-                limit = LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch)
-                result, seconds = tree.run(["-x", "-rfE", *names], limit)
-            spent += seconds
+                result, _ = tree.run(["-x", "-rfE", *names], LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch))
             log = tree.log.read_text(errors="replace")
             if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
-                timeouts += 1
+                how = "timed out"
             elif result == "failed":
                 failed = FAILED.search(log)  # the name of a case, and a reason
-                name = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
-                if self._passes(name, tree):
-                    how, killer = "killed", name
-                    break
-            how = "timed out" if timeouts else how
-            if timeouts == MOST_TIMEOUTS:
+                killer = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
+                how = "killed"
                 break
         with self._lock:
-            self._killers[killer] += bool(killer)
             self._kept[mutant.name] = {"hash": self._hash(mutant, killer), "how": how, "by": killer}
             _write(self._path, self._kept)
-        return f"{how} in {spent:.0f} s: {mutant.name} {killer}"
+        return f"{how}: {mutant.name} {killer}"
+
+
+def _first(tests: Sequence[Timed], seconds: float) -> int:
+    """How many of ``tests`` begin within so many ``seconds``."""
+    ends = itertools.accumulate(one.seconds for one in tests)
+    return sum(end - one.seconds < seconds for one, end in zip(tests, ends, strict=True))
 
 
 def run_all(results: Results, mutants: Sequence[Mutant], jobs: int) -> None:

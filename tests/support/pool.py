@@ -43,8 +43,6 @@ TIMEOUT = 240.0
 """Seconds that a body may take before its ranks are ended."""
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
-MOST_THREADS = 150
-"""Of a rank, above which its pool is ended: before torch 2.13 a closed group keeps gloo's thread, which polls."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
@@ -122,20 +120,19 @@ class RankPool:
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
             connection.send((module, name, kwargs, block_sizes.are_small(), test))
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
-        values, threads, failed = [None] * self.size, [0], []
+        values, failed = [None] * self.size, []
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait([*waiting], timeout=max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    at, failure, values[rank], num_threads = connection.recv()
+                    at, failure, values[rank] = connection.recv()
                 except EOFError:
-                    at, failure, num_threads = time.time(), "the process died", 0
-                threads.append(num_threads)
+                    at, failure = time.time(), "the process died"
                 if failure:
                     failed.append(("SystemExit" in failure, at, rank, failure))  # another one tells what happened
                     deadline = min(deadline, time.monotonic() + GRACE)
-        if failed or waiting or max(threads) > MOST_THREADS:
+        if failed or waiting:
             self.close()
         if failed:
             *_, rank, failure = min(failed)
@@ -211,11 +208,9 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
             os.environ["PYTEST_CURRENT_TEST"] = test  # as in the process of the test
-            value = body(world, **kwargs)
-            tasks = Path("/proc/self/task")  # threads, Python's and others'
-            connection.send((0.0, "", value, len(list(tasks.iterdir())) if tasks.exists() else 0))
+            connection.send((0.0, "", body(world, **kwargs)))
         except BaseException:
-            connection.send((time.time(), traceback.format_exc(), None, 0))
+            connection.send((time.time(), traceback.format_exc(), None))
         finally:
             from paramp.base.dtensor import forget_sharding_decisions
             from paramp.distributed.context import current_context
