@@ -45,8 +45,6 @@ import block_sizes
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
 BARE = "PARAMP_TEST_BARE"
-PIDS = "PARAMP_TEST_PIDS"
-"""A folder in which each warm process writes its process id, into a file with the name of its rank."""
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
 PRELOADED = ["torch._dynamo", "torch.utils.data", "numpy", "safetensors.torch", "pytest", "tomllib"]
@@ -243,8 +241,6 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    if folder := environment.get(PIDS):
-        Path(folder, environment.get("RANK", "none")).write_text(str(os.getpid()))
     os.getppid = lambda: parent  # type: ignore[assignment]
     sys.executable = executable
     sys.orig_argv = [executable, *words]
