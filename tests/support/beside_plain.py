@@ -1,7 +1,5 @@
 """An engine that trains beside a plain torch loop on the whole batch, and what has to be equal of the two."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import importlib

@@ -5,8 +5,6 @@ Every test runs with :data:`SMALL`, on the pool's ranks too, but for those marke
 starts take them from :data:`VARIABLE` (``tests/support/warm.py``); those that start from cold have the real ones.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any

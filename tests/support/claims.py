@@ -12,8 +12,6 @@ That are tests (``file::function``, the file below ``tests/`` and without its en
     python tests/support/claims.py docs/scaler.md    # prints a line for each claim of the page that has none
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Running the project's commands as a user does, each with a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -8,8 +8,6 @@ The record is complete if replaying it gives the files that are there, which :me
 that writes by other functions than the recorded ones does not pass it.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io
@@ -187,7 +185,7 @@ class _Node:
     def sync(self) -> None:
         self.synced = dict(self.now) if isinstance(self.now, dict) else self.now
 
-    def at(self, path: str) -> _Node:
+    def at(self, path: str) -> "_Node":
         node = self
         for name in path.split("/") if path not in ("", ".") else ():
             node = node.now[name]
@@ -225,7 +223,7 @@ class _Node:
             return self.now if keep else self.synced
         return self.now[: int(len(self.now) * keep)]
 
-    def unsynced(self) -> Iterator[_Node]:
+    def unsynced(self) -> "Iterator[_Node]":
         """The folders whose names are not all on the disk for certain."""
         if isinstance(self.now, dict):
             yield from [self] if self.now != self.synced else []

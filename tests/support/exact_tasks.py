@@ -1,7 +1,5 @@
 """What is trained with the same bits on every layout: models, their batches, optimizers and losses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the loss scale and whether it was skipped; at the end a digest of each tensor of
 masters, averages and optimizer state, whole whatever the layout.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shlex

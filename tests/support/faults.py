@@ -4,8 +4,6 @@ FAULT is a table: ``kind`` (as in :data:`paramp.tools.verify.exact.trace.KINDS`)
 parameter), and ``nth``, the forward of that rank in which it is, or for what a step changes the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

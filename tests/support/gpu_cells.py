@@ -4,8 +4,6 @@ A cell trains a small GPT for three steps on the fake device (:mod:`fake_cuda`):
 first rank of the layout's world and on the last one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -142,18 +140,12 @@ def every() -> list[Cell]:
     cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
     cells += [Cell(mode, name, "plain") for name in OTHER_SCHEDULES for mode in SCHEDULE_MODES]
     for number, feature in enumerate(FEATURES):
-        turns = {mode: (0, (place - number) % len(MODES)) for place, mode in enumerate(MODES)}
-        able = {layout: [mode for mode in MODES if Cell(mode, layout, feature).is_one()] for layout in ALL_LAYOUTS}
-        for layout, modes in able.items():
-            if modes:
-                mode = min(modes, key=turns.__getitem__)
-                turns[mode] = (turns[mode][0] + 1, turns[mode][1])
-                cells.append(Cell(mode, layout, feature))
-        cells += [
-            Cell(mode, next(layout for layout, modes in able.items() if mode in modes), feature)
-            for mode, (times, _) in turns.items()
-            if not times and any(mode in modes for modes in able.values())
-        ]
+        first, chosen = {}, []
+        for place, layout in enumerate(ALL_LAYOUTS):
+            able = [cell for mode in MODES if (cell := Cell(mode, layout, feature)).is_one()]
+            chosen += able[(number + place) % len(able) :][:1] if able else []
+            first = {cell.mode: cell for cell in able} | first
+        cells += [*chosen, *(cell for mode, cell in first.items() if mode not in {cell.mode for cell in chosen})]
     return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
 
 

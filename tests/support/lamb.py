@@ -13,20 +13,20 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, (one, two) = self.state[parameter], group["betas"]
-                if not state:
-                    state.update(step=0, first=torch.zeros_like(parameter), second=torch.zeros_like(parameter))
-                state["step"] += 1
-                state["first"].lerp_(parameter.grad, 1 - one)
-                state["second"].lerp_(parameter.grad**2, 1 - two)
-                first, second = (
-                    state["first"] / (1 - one ** state["step"]),
-                    state["second"] / (1 - two ** state["step"]),
-                )
-                update = first / (second.sqrt() + group["eps"])
-                parameter.sub_(group["lr"] * self.ratio(parameter, update) * update)
+                if parameter.grad is not None:
+                    self.step_one(parameter, group, self.state[parameter])
+
+    def step_one(self, parameter, group, state):
+        if not state:
+            state.update(step=0, first=torch.zeros_like(parameter), second=torch.zeros_like(parameter))
+        state["step"] += 1
+        one, two = group["betas"]
+        state["first"].lerp_(parameter.grad, 1 - one)
+        state["second"].lerp_(parameter.grad**2, 1 - two)
+        first, second = (state[name] / (1 - beta ** state["step"]) for name, beta in (("first", one), ("second", two)))
+        update = first / (second.sqrt() + group["eps"])
+        ratio = self.ratio(parameter, update)
+        parameter.sub_(group["lr"] * ratio * update)
 
     def ratio(self, parameter, update):
         return parameter.norm() / update.norm()

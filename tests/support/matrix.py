@@ -1,7 +1,5 @@
 """The cells of the support matrix, and its table in the README."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

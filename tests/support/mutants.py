@@ -12,8 +12,6 @@ the first one ended, and runs only what has changed. The call fails if fewer tha
 ``tests/mutants.toml`` does not argue to be equivalent.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -9,8 +9,6 @@ pytest has in ``PYTEST_CURRENT_TEST``; processes that a test starts inherit it, 
 one run of the tests, not much longer than without the calls, tells which of them to run for each mutant.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

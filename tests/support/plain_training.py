@@ -5,8 +5,6 @@ second time, from its documentation: accumulation windows, the loss scaler's rul
 stepped, what a checkpoint holds, how averages of weights move.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import partial

@@ -8,12 +8,10 @@ failure or a hang ends the pool's processes; the next test starts new ones.
 share one, over gloo); elsewhere there is no such case. Two variables of the environment choose otherwise:
 
 - ``PARAMP_TEST_DEVICE``: ``cpu`` leaves the GPU cases out and hides the GPUs, ``cuda`` runs only the GPU cases of tests
-  that have both. Empty: both. Tests without ``cuda=True`` make CPU tensors and run on the CPU over gloo in any case.
+  that have both. Tests without ``cuda=True`` run on the CPU over gloo in any case.
 - ``PARAMP_TEST_BACKEND``: what ranks on GPUs talk over, ``gloo`` (also if empty) or ``nccl``. NCCL refuses two ranks on
   one GPU, so that tests of more ranks than there are GPUs are skipped.
 """
-
-from __future__ import annotations
 
 import functools
 import gc
@@ -47,7 +45,7 @@ GRACE = 3.0
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[tuple[int, str], "RankPool"] = {}
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Choice:
     """Of the ranks on GPUs."""
 
     @staticmethod
-    def of(environment: Mapping[str, str], num_gpus: int) -> Choice:
+    def of(environment: Mapping[str, str], num_gpus: int) -> "Choice":
         """The choice in ``environment`` on a machine with ``num_gpus``.
 
         Raises:
@@ -221,9 +219,7 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
             forget_sharding_decisions()
-            # Engines are cycles. Until they are collected, each one's groups keep gloo's threads, which poll: after
-            # some hundred bodies those of idle ranks took half of the machine.
-            gc.collect()
+            gc.collect()  # engines are cycles, which keep groups and so gloo's threads, which poll
             gc.freeze()  # what is left are modules, which need not be gone through every time
 
 

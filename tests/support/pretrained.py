@@ -1,7 +1,5 @@
 """Small random models of Hugging Face families, their padded batches, and a plain torch loop on each."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What runs are compared with: a small GPT, its batches, a plain loop, and how far two runs of a mode may be apart."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a rank does in a segment of a random sequence: each operation on an engine and on the plain training."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

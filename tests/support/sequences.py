@@ -9,8 +9,6 @@ The words of a seed choose what else there is: in ``"sharded ema 3"`` FSDP2 and 
 the weights (:data:`FEATURES`). With ``exact`` the sequence also runs in one process, and both end with the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -10,8 +10,6 @@ It runs torchtitan 0.3.0, which is written for a GPU and for a torch after 2.13.
 - Tokenizer and data set: files that its wheel lacks.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@ The environment has what ``constraints.txt`` pins, with another torch. A host th
 left out and listed. ``docs/versions.md`` has a row for each version; a run of the whole selection writes its row anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

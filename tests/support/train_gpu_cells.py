@@ -5,8 +5,6 @@ of other libraries with paramp in them. Each trains ``model`` by ``optimizer``, 
 says when a step begins and ends.
 """
 
-from __future__ import annotations
-
 # isort: off
 import fake_cuda  # before torch
 from fake_cuda import waits
@@ -160,7 +158,7 @@ class Programs:
             def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
                 return GPT.loss(self.model(x), x)
 
-            def cpu(self) -> Module:
+            def cpu(self) -> "Module":
                 return self  # Lightning calls it at the end, and torch does not move these parameters
 
             def configure_optimizers(self) -> Any:

@@ -3,8 +3,6 @@
 One step of a run overflows, on one rank; the plain training leaves it out.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Models for `python -m paramp verify`, right ones and wrong ones."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Runs whose ranks are killed from outside: finding the processes of a launcher's ranks, and ending one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -82,7 +80,7 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:

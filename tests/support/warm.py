@@ -5,15 +5,13 @@ has a server that imported torch once fork a process for it, hands over its envi
 on and ends as that process does. Whatever the process starts with ``sys.executable`` goes the same way.
 
 Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
-they do in processes that were started one by one. Command lines with options of the interpreter, those in or with a
-``PYTHONPATH`` of another tree, and all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an
-ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
+they do otherwise. Command lines with options of the interpreter, those in or with a ``PYTHONPATH`` of another tree, and
+all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
+``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
 The workers of pytest-xdist use the servers of the process that started them (:func:`share`). :func:`bare` is for trees
 whose package is another one each time: its servers have not imported any, and those of the tests are forked from it.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib

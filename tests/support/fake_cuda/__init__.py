@@ -10,8 +10,6 @@ What it cannot show: values, kernels, streams and their races, the order of coll
 It is known to work with torch 2.13.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -133,7 +131,7 @@ class _Stream:
     device = torch.device("cuda", 0)
     __init__ = wait_event = wait_stream = __exit__ = _nothing
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> "_Stream":
         return self
 
     def synchronize(self) -> None:
