@@ -9,11 +9,9 @@ from pathlib import Path
 
 import mutants
 import mutations
-import probes
 import pytest
 import warm
-from mutants import Timed
-from trees import Tree
+from mutants import Timed, Tree
 
 RECORDED = """
 import pytest
@@ -166,7 +164,7 @@ def test_a_probe_stands_before_the_statement(package, line, expected):
     source = "def f(a=1):\n    if a:\n        b()\n    elif c:\n        pass\n"
     source += 'def g():\n    """Text."""\n    try:\n        d()\n    except E:\n        e()\nG = 1\n'
     (package / "m.py").write_text(source)
-    probes.insert(package, [mutant(line)], package.parent / "met")
+    mutations.insert(package, [mutant(line)], package.parent / "met")
     assert expected in (package / "m.py").read_text()
 
 
