@@ -8,13 +8,10 @@ its first row. The list has a table for each page, and in it a line for each cla
 
 That are tests (``file::function``, the file below ``tests/`` and without its ending) and programs that print the figure
 (``benchmarks/step.py``). A sentence that promises nothing has one of :data:`KINDS` in their place.
-
-    python tests/support/claims.py docs/scaler.md    # prints a line for each claim of the page that has none
 """
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
@@ -86,9 +83,3 @@ def missing(page: str) -> list[str]:
 
 def skeleton(says: str) -> str:
     return f"{json.dumps(says, ensure_ascii=False)} = []"
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or pages():
-        for one in missing(name):
-            print(skeleton(one))
