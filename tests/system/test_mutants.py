@@ -10,7 +10,7 @@ import mutants
 import mutations
 import pytest
 import warm
-from trees import Tree
+from mutants import Tree
 
 RECORDED = """
 import pytest
