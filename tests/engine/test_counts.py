@@ -86,28 +86,6 @@ def run_window(context, engine, x, y, calls=1):
 # --------------------------------------------------------------------------------- counts unlike the target's elements
 
 
-def mean_error(images, targets):
-    """The squared error of each image's mean: a sum over the batch, and its size."""
-    return (images.flatten(1).mean(1) - targets.flatten(1).mean(1)).square().sum(), torch.tensor(len(images))
-
-
-@pytest.mark.parametrize("mode", ["16-mixed", "16-naive"])
-def test_an_image_target_of_many_elements_with_a_small_count(mode):
-    """884,736 elements; the gradient of each is some 1e-8 of the loss, and was 0 if divided by their number."""
-    model = nn.Sequential(seeded(nn.Conv2d, 3, 3, 1, seed=5))
-    x = torch.randn(8, 3, 192, 192)
-    y = model(x).detach() + 0.005 * torch.randn(8, 1, 1, 1)
-    assert y.numel() == 884_736
-    reference = Reference(model, mean_error)
-    with paramp.launch_from_torch({"precision": mode}):
-        engine = engine_of(model, mean_error)
-        for _ in range(2):
-            result = train_step(engine, x, y)
-            assert result.stepped
-            assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.1)
-        reference.compare(engine, 0.1)
-
-
 def sum_of_squares(output, answers):
     return (output - answers).square().sum(), answers.numel()
 
@@ -363,14 +341,14 @@ def test_an_invalid_count_raises_on_every_rank(world, layout, loop):
             assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_next(size):
-    run_on_ranks(size, __name__, "learn_of_a_count_late", {})
+@pytest.mark.parametrize("layout", ["1", "dp2", "pp2"])
+def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_next(layout):
+    run_on_ranks(LAYOUTS[layout][0], __name__, "learn_of_a_count_late", {"layout": layout})
 
 
-def learn_of_a_count_late(world):
+def learn_of_a_count_late(world, layout):
     precision = {"mode": "16-mixed", "init_scale": 256.0}
-    with paramp.launch_from_torch({"parallel": {"data": world.size}, "precision": precision}) as context:
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout][1], "precision": precision}) as context:
         criterion, model = Weighted(), two_layers()
         reference = Reference(model)
         engine = engine_of(model, criterion)

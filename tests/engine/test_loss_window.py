@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import randn, seeded
+from beside_plain import plain_step, randn, seeded
 from pool import on_ranks, shared_folder
-from reference import assert_trained
+from reference import assert_trained, batches, small_gpt
 from small_engines import engine_of, own_part, train_step
 from torch import nn
 
@@ -152,6 +152,60 @@ def test_engines_of_one_context_draw_different_masks(world):
             assert not torch.equal(*found)
             saved = saved or found
             assert tensor == 1 or all(map(torch.equal, found, saved))
+
+
+class First(nn.Linear):
+    """Also multiplies by a weight that another layer has too, if it ``uses`` it."""
+
+    uses = True
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.shared = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return super().forward(x @ self.shared if self.uses else x)
+
+
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"data": 2, "zero": 1}], ids=["pp2", "dp2"])
+@on_ranks(2)
+def test_a_tied_parameter_without_a_gradient_is_not_stepped(world, parallel):
+    """In turn it is used in both stages, in none, in the last and in the first only."""
+
+    def build():
+        model = seeded(lambda: nn.Sequential(First(), First()))
+        model[1].shared = model[0].shared
+        return model
+
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.5)
+    plain, mine = build(), build()
+    stages, optimizer = [*zip(plain, mine, strict=True)], make(plain.parameters())
+    with paramp.launch_from_torch({"parallel": parallel}):
+        engine = engine_of(mine, optimizer=make)
+        for uses in [(True, True), (False, False), (False, True), (False, False), (True, False)]:
+            for pair, use in zip(stages, uses, strict=True):
+                pair[0].uses = pair[1].uses = use
+            plain_step(plain, optimizer, X[0], Y[0])
+            assert train_step(engine, X[0], Y[0]).stepped
+        assert_trained(engine.full_state_dict(), plain.state_dict(), build().state_dict(), atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_change_by_hand_under_sequence_parallelism_is_a_gradient_of_the_step(world):
+    """Each rank has a part of a norm's gradient there, which is in no buffer until the window ends."""
+    config = {"parallel": {"tensor": 2, "sequence_parallel": True}, "gradient_accumulation": 3}
+    with paramp.launch_from_torch(config):
+        model = small_gpt(num_layers=1)
+        engine = engine_of(model, model.loss)
+        train_step(engine, *next(batches(1)))
+        norms = [parameter for name, parameter in engine.named_parameters() if "norm" in name]
+        for change in (lambda one: one.grad.mul_(2.0), lambda one: setattr(one, "grad", one.grad * 2.0)):
+            with pytest.raises(RuntimeError, match=NO_BACKWARD):
+                engine.step()
+            for parameter in norms:
+                change(parameter)
+            result = engine.step()
+        assert result.stepped
 
 
 @pytest.mark.parametrize("parallel", [{}, {"zero": 1}, {"pipeline": {"size": 2, "microbatches": 2}}])

@@ -132,3 +132,16 @@ def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
         engine.save(tmp_path / "saved")
         other.load(tmp_path / "saved", weights_only=True)
         assert torch.equal(engine.module.a.weight, other.module.a.weight)
+
+
+def test_a_load_drops_the_gradients_of_a_window_that_was_begun(tmp_path):
+    norms = []
+    for begins in (False, True):
+        with paramp.launch_from_torch({"gradient_accumulation": 2}):
+            engine = start()
+            engine.save(tmp_path / "saved")
+            if begins:
+                step(engine, 9.0)
+            engine.load(tmp_path / "saved")
+            norms.append([step(engine, value).grad_norm for value in (2.0, 3.0)])
+    assert norms[0] == norms[1]
