@@ -33,25 +33,16 @@ class Fragile(nn.Module):
     def forward(self, x):
         if self.fault == "forward" and x.detach().any():
             raise ArithmeticError("the layer is broken")
-        return Refusing.apply(self.linear(x), self)
+        output = self.linear(x)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.check("backward"))
+        return output
 
     def check(self, what):
         if self.fault == what:
             self.good_backwards -= 1
             if self.good_backwards < 0:
                 raise ArithmeticError("the backward is broken")
-
-
-class Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.layer.check("backward")
-        return gradient, None
 
 
 class Loss:

@@ -179,14 +179,13 @@ def test_checkpoints_without_it_and_runs_without_it(tmp_path):
         assert engine.ema is None
         train_step(engine, *next(batches(1)))
         engine.save(tmp_path / "without")
-    for path, weights_only in (("without", False), ("with", True)):
-        with paramp.launch_from_torch(config()) as context:
-            run = Run(context)
-            run.steps(2, seed=4)
-            run.engine.save(tmp_path / "with")
-            run.engine.load(tmp_path / path, weights_only=weights_only)
-            run.start()  # it begins as the loaded weights
-            run.steps(2)
+    with paramp.launch_from_torch(config()) as context:
+        run = Run(context)
+        run.steps(2, seed=4)
+        run.engine.save(tmp_path / "with")
+        run.engine.load(tmp_path / "without")
+        run.start()  # it begins as the loaded weights
+        run.steps(2)
     with paramp.launch_from_torch(config(decay=None)):
         without().load(tmp_path / "with")
 
