@@ -5,7 +5,6 @@ import inspect
 import io
 import sys
 import types
-import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -453,20 +452,6 @@ def test_a_backward_that_fails_leaves_what_was_there():
         learn(model, optimizer, break_it=torch.ones(1))  # which has no gradient
     learn(model, optimizer)
     assert holds(next(amp.master_params(optimizer)).grad, 2.0)
-
-
-def test_sparse_gradients_are_unscaled_too():
-    model = nn.Embedding(5, 2, sparse=True)
-    expected = model.weight.detach().clone()
-    model, optimizer = prepare(model, sgd(model), opt_level="O2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of sparse invariants
-        for _ in range(2):
-            backward(model(torch.tensor([1, 1, 3])).sum(), optimizer)
-        optimizer.step()
-    expected[1] -= 1.0
-    expected[3] -= 0.5
-    torch.testing.assert_close(next(amp.master_params(optimizer)), expected)
 
 
 # ------------------------------------------------------------------------------------------------------- optimizers

@@ -6,10 +6,11 @@ import math
 import pickle
 
 import pytest
+import small_mlp
 import torch
 import torch.distributed as dist
 from pool import on_ranks
-from reference import batches, small_gpt
+from reference import local, whole
 from small_engines import each_raises, everywhere, own_part
 from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
@@ -25,7 +26,6 @@ from paramp.compat.colossalai.amp import (
     convert_to_naive_amp,
     convert_to_torch_amp,
 )
-from paramp.parallel.tensor.plan import apply_plan, resolve_plan
 from paramp.precision.capabilities import has_native_fp16
 from paramp.precision.fp16_emulation import emulate_fp16
 from paramp.precision.policy import PRESETS
@@ -368,62 +368,42 @@ def test_what_a_loop_may_do_wrong():
     each_raises(ValueError, refused)
 
 
-def tensor_parallel_gpt(mesh):
-    model = small_gpt(num_layers=2)
-    plan = model.tensor_parallel_plan(mesh.size(), False)
-    apply_plan(model, resolve_plan(plan, [name for name, _ in model.named_modules(remove_duplicate=False)]), mesh)
-    return model
-
-
-def amp_of_gpt(model, name):
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    return converted(*EACH_TYPE[name], model.loss, model=model, optimizer=lambda model: optimizer(model.parameters()))
-
-
-def run_gpt(model, name, steps, spoil=lambda step, model: None):
-    """Losses, norms and stepped of ``steps`` steps of a loop; ``spoil(step)`` may change gradients."""
-    model, optimizer, criterion = amp_of_gpt(model, name)
-    results = []
-    for step, (x, y) in enumerate(batches(steps)):
-        optimizer.zero_grad()
-        value = criterion(model(x), y)
-        optimizer.backward(value)
-        spoil(step, model)
-        norm = optimizer.clip_grad_norm(model, 1.0).item()
-        results.append((value.item(), norm, optimizer.step().stepped, optimizer.loss_scale))
-    assert not any(isinstance(value, DTensor) for value in stepped(optimizer))  # it is plain and local
-    return results
-
-
-@pytest.mark.parametrize("name", ["torch", "naive"])
+@each_type
 @on_ranks(4)
 def test_tensor_parallel_models_train_as_on_one_rank_and_agree_on_an_overflow(world, name):
-    """dp2 x tp2 DTensors, every data rank with the whole batch; launched, and with a mesh of the user's own."""
+    """DTensors and plain parameters; one rank's overflow makes all ranks skip, and nothing else."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
-    def spoil(step, model):
-        if step == 2 and world.rank == 3:
-            gradient = next(p.grad for p in model.parameters() if isinstance(p, DTensor))
-            gradient.to_local().view(-1)[0] = math.inf
+    def run(parallel):
+        model = small_mlp.build()
+        if parallel:
+            small_mlp.tensor_parallel(model, mesh)
+        made = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+        options = {"model": model, "optimizer": lambda model: made(model.parameters())}
+        model, optimizer, criterion = converted(*EACH_TYPE[name], nn.MSELoss(), **options)
+        results = []
+        for step in range(5):
+            optimizer.zero_grad()
+            x, y = small_mlp.batch(step)
+            loss = criterion(model(x), y)
+            optimizer.backward(loss)
+            if step == 2 and (world.rank == 3 or not parallel):
+                local(model.module.up.weight.grad)[-1, -1] = math.inf
+            results.append((loss.item(), optimizer.step().stepped, optimizer.loss_scale))
+        assert not any(isinstance(value, DTensor) for value in stepped(optimizer)) or not optimizer.precision.masters
+        return model, optimizer, results
 
-    with paramp.launch_from_torch({}):  # whole replicas, each with the whole batch
-        reference = run_gpt(small_gpt(num_layers=2), name, 2)
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
-        results = run_gpt(tensor_parallel_gpt(context.mesh["tp"]), name, 4, spoil)
-        skipped = [(True, SCALE), (True, SCALE), (False, SCALE / 2), (True, SCALE / 2)]
-        assert everywhere([row[2:] for row in results]) == [skipped] * 4
-    for (loss, norm, *_), (expected, expected_norm, *_) in zip(results[:2], reference, strict=True):
-        assert abs(loss - expected) < 4e-3 * expected
-        assert abs(norm - expected_norm) < 1e-2 * expected_norm
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, optimizer, criterion = amp_of_gpt(tensor_parallel_gpt(mesh["tp"]), name)
-    x, y = next(batches(1))
-    optimizer.backward(criterion(model(x), y))
+    alone, _, expected = run(False)
+    model, optimizer, results = run(True)
+    assert everywhere(results) == [results] * 4
+    assert [row[1:] for row in results] == [row[1:] for row in expected]
+    assert [stepped for _, stepped, _ in results] == [step != 2 for step in range(5)]
+    assert [row[0] for row in results] == pytest.approx([row[0] for row in expected], rel=4e-3)
+    for own, value in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(own.detach()), value.detach(), rtol=0, atol=2e-3)
+    assert (alone.module.up.weight - small_mlp.build().up.weight).abs().max() > 2e-2
     with pytest.raises(ValueError, match=r"or paramp\.launch_from_torch\(config\) first"):
         optimizer.clip_grad_norm(model, 1.0)  # nothing says who holds plain parameters
-    if world.rank == 1:
-        model.module.norm.weight.grad.view(-1)[0] = math.nan
-    assert optimizer.step().overflow
 
 
 @pytest.mark.parametrize("name", ["torch", "naive"])
