@@ -1,5 +1,7 @@
 """Masters as a half-precision weight and 16 more bits."""
 
+import functools
+
 import pytest
 import torch
 from small_engines import engine_of, train_step
@@ -50,11 +52,12 @@ def test_a_skipped_step_changes_no_bit(mode):
     with paramp.launch_from_torch({"precision": {"mode": mode}, "masters": "remainder"}):
         model = torch.nn.Linear(len(values), 1, bias=False)
         model.weight.data.copy_(values)
-        engine = engine_of(model, optimizer=torch.optim.AdamW)
+        engine = engine_of(model, optimizer=functools.partial(torch.optim.AdamW, lr=0.1))
+        (buffer,) = engine._weights.buffers
 
         def bits():
-            masters, weights = engine.full_state_dict()["weight"], engine.module.weight.detach()
-            return masters.view(torch.int32).clone(), weights.view(torch.int16).clone()
+            stored = [tensor.view(torch.int16).clone() for tensor in (buffer.weights, *buffer.masters.state)]
+            return [*stored, engine.full_state_dict()["weight"].view(torch.int32)]
 
         before = bits()
         assert not train_step(engine, torch.full((1, len(values)), float("inf")), torch.zeros(1, 1)).stepped
