@@ -5,6 +5,7 @@ import inspect
 import io
 import sys
 import types
+import warnings
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -454,6 +455,20 @@ def test_a_backward_that_fails_leaves_what_was_there():
     assert holds(next(amp.master_params(optimizer)).grad, 2.0)
 
 
+def test_sparse_gradients_are_unscaled_too():
+    model = nn.Embedding(5, 2, sparse=True)
+    expected = model.weight.detach().clone()
+    model, optimizer = prepare(model, sgd(model), opt_level="O2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of sparse invariants
+        for _ in range(2):
+            backward(model(torch.tensor([1, 1, 3])).sum(), optimizer)
+        optimizer.step()
+    expected[1] -= 1.0
+    expected[3] -= 0.5
+    torch.testing.assert_close(next(amp.master_params(optimizer)), expected)
+
+
 # ------------------------------------------------------------------------------------------------------- optimizers
 
 
@@ -521,6 +536,23 @@ def test_fused_optimizers_are_apexs_where_its_kernels_are(monkeypatch):
     assert (name, options["wd_after_momentum"], options["weight_decay"]) == ("FusedSGD", True, 0.1)
     for name in ("FusedLAMB", "FusedNovoGrad", "FusedAdagrad"):
         assert getattr(apex_optimizers, name) is getattr(made, name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_backward_of_an_lstm_may_run_outside_scale_loss(packed):
+    torch.manual_seed(0)
+    model, x = nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True), torch.randn(2, 3, 8)
+    given = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True) if packed else x
+    gradients = []
+    for cast in (False, True):
+        if cast:
+            prepare(model, sgd(model))
+        output = model(given)[0]
+        (output.data if packed else output).square().sum().backward()
+        gradients.append(model.weight_ih_l0.grad.clone())
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(*gradients)
 
 
 # ----------------------------------------------------------------------------------------------- the user's functions

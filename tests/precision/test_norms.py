@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_each_device, on_ranks
-from reference import whole
+from reference import batches, small_gpt, whole
+from small_engines import engine_of, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -495,3 +496,13 @@ def test_shards_of_a_sequence_before_and_after_the_plan(world, ways, style):
         ):
             # each rank's part of a summed gradient is rounded
             assert ((value.double() - expected).abs() <= 2 * ulp(torch.bfloat16, expected.abs().max())).all()
+
+
+@on_ranks(2)
+def test_fused_norms_as_an_algorithm_with_a_pipeline(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "precision": "bf16-mixed"}):
+        model = small_gpt()
+        engine = engine_of(model, model.loss, algorithms=[algorithms.FusedLayerNorm()])
+        kinds = {type(module) for module in engine.module.modules() if isinstance(module, nn.LayerNorm)}
+        assert kinds == {FusedLayerNorm}
+        assert train_step(engine, *next(batches(1))).stepped
