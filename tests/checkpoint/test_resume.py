@@ -130,12 +130,3 @@ def test_any_layout_goes_on_from_what_another_saved(saved, layout):
         assert abs(loss - expected) / expected < tolerance
         assert norm == pytest.approx(expected_norm, rel=0.02)
         assert exact == expected_exact
-
-
-def test_a_tied_weight_is_written_by_one_of_its_stages(tmp_path):
-    """Under ZeRO the stages partition their copies at different places."""
-    options = {"precision": "16-naive", "path": str(tmp_path / "saved"), "vocab_size": 1200}
-    went_on, resumed = on("pp2·dp2 + zero1", "run_both", **options)
-    assert resumed[0] == went_on[0]
-    resharded = on("tp4", "run", load=True, **options)
-    assert [loss for loss, *_ in resharded[0]] == pytest.approx([loss for loss, *_ in went_on[0]], rel=0.01)

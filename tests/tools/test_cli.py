@@ -1,6 +1,5 @@
 """The commands' help, and the console script."""
 
-import importlib
 import re
 import tomllib
 
@@ -14,10 +13,6 @@ from paramp.tools.flags import FLAGS
 from paramp.tools.train_config import configure
 
 COMMANDS = ("doctor", "plot", "verify", "inspect", "export", "import")
-
-
-
-
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])

@@ -97,10 +97,6 @@ def test_a_checkout_shows_its_commit(tmp_path, monkeypatch):
     assert f"paramp    {paramp.__version__} (commit {commit}), Python" in doctor.doctor()
 
 
-
-
-
-
 OF_TE = {"transformer-engine", "transformer-engine-float16"}
 
 
@@ -136,8 +132,6 @@ def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
     assert found["kind"] == "wrong"
     assert "not NVIDIA's" in found["reason"]
     assert found["reason"] in doctor.doctor()
-
-
 
 
 SLURM = {"JOB_ID": "71", "STEP_ID": "0", "PROCID": "3", "LOCALID": "1", "NTASKS": "4", "JOB_NODELIST": "gpu[01-02]"}

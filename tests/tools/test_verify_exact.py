@@ -19,7 +19,7 @@ from paramp.tools.verify import launch
 from paramp.tools.verify.activation_recorder import RankRecord
 from paramp.tools.verify.exact import trace
 from paramp.tools.verify.exact.compare import compare_exactly, different
-from paramp.tools.verify.exact.report import Difference, ExactReport
+from paramp.tools.verify.exact.report import ExactReport
 from paramp.tools.verify.exact.trace import Entry, Key
 from paramp.tools.verify.launch import compare_runs
 from paramp.tools.verify.options import Options, configure
@@ -274,5 +274,3 @@ def test_state_that_only_one_run_has_and_another_dtype_are_differences():
     report = by_hand([("forward", "up", 0, WHOLE)], [("forward", "up", 0, WHOLE.half())])
     assert not report.ok
     assert [*report.lines()][-1].endswith("step 1): its dtypes are torch.float16, torch.float32")
-
-
