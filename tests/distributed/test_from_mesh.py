@@ -1,6 +1,5 @@
 """A context over a mesh of others: norms, decisions and checkpoints as in one process; their groups stay alive."""
 
-import importlib.util
 import math
 
 import pytest
@@ -31,11 +30,6 @@ def of_torchtitan(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1):
     return by_name({"world": 4})._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=fake)
 
 
-def slice_of_torchtitan():
-    """What ``parallel_dims.get_mesh(["fsdp", "tp"])`` returns."""
-    return of_torchtitan(dp_shard=2, tp=2)["fsdp", "tp"]
-
-
 def of_older_torchtitan():
     """Axes of size 1 are left out; others are flattened."""
     mesh = by_name({"dp_replicate": 2, "dp_shard": 2})
@@ -43,30 +37,14 @@ def of_older_torchtitan():
     return mesh
 
 
-def of_accelerate():
-    from accelerate.parallelism_config import ParallelismConfig
-
-    return ParallelismConfig(dp_shard_size=2, tp_size=2).build_device_mesh("cpu")
-
-
-def of_transformers():
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.utils import initialize_distributed_mesh
-
-    _, meshes = initialize_distributed_mesh(DistributedConfig(fsdp_size=2, tp_size=2))
-    return meshes.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-
-
 MESHES = {  # and the axes over which fully_shard shards
-    "torchtitan": (slice_of_torchtitan, ("fsdp",)),
+    "torchtitan": (lambda: of_torchtitan(dp_shard=2, tp=2)["fsdp", "tp"], ("fsdp",)),
     "torchtitan-hsdp": (lambda: of_torchtitan(dp_replicate=2, dp_shard=2), ("dp_replicate", "fsdp")),
     "torchtitan-cp": (lambda: of_torchtitan(dp_shard=1, cp=2, tp=2), ("fsdp",)),
     "torchtitan-2025": (of_older_torchtitan, ("dp_replicate", "dp_shard")),
-    "accelerate": (of_accelerate, ("dp_shard",)),
-    "transformers": (of_transformers, ("fsdp",)),
+    "accelerate": (lambda: by_name({"dp_shard": 2, "tp": 2}), ("dp_shard",)),
     "tp": (lambda: by_name({"dp": 2, "tp": 2}), ()),
 }
-MISSING = {name for name in ("accelerate", "transformers") if importlib.util.find_spec(name) is None}
 
 
 class Block(nn.Module):
@@ -103,7 +81,7 @@ def backward(model, factor=1.0):
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name not in MISSING])
+@pytest.mark.parametrize("name", MESHES)
 @on_ranks(4)
 def test_norms_and_skips_on_meshes_of_others_are_those_of_one_process(world, name):
     make, over = MESHES[name]

@@ -242,20 +242,3 @@ def test_ties_between_several_stages_follow_plain_torch(world, schedule):
 def test_nccl_splits_the_worlds_communicator():
     done = torchrun(2, "tests/support/scripts/nccl_groups.py")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("backends", "splits"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)])
-def test_a_world_is_split_only_if_it_has_one_backend(monkeypatch, rank_of_world, backends, splits):
-    """Else torch would hand NCCL's options to gloo."""
-    rank_of_world(0, 2)
-
-    class World:
-        bound_device_id = torch.device("cuda:0")
-
-        def _get_backend(self, _):
-            return type("Backend", (), {"supports_splitting": True})
-
-    monkeypatch.setattr(c10d, "_get_default_group", World)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert groups._world_splits() is splits
