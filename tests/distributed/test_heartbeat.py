@@ -18,6 +18,7 @@ import paramp
 from paramp.distributed import failures, heartbeat
 from paramp.distributed.failures import Departures, ending_in_time
 from paramp.distributed.heartbeat import Heartbeat
+from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRecord
 
 # ----------------------------------------------------------------------------- ranks of their own, on a shared clock
 
@@ -111,6 +112,25 @@ def test_a_save_on_one_rank_ends_all_and_names_it(output):
         assert f"; ending rank {rank} (pp 0, dp {rank}, tp 0), which was " in text
 
 
+def beats(*numbers, record=SETUP):
+    return {rank: Beat(number, record) for rank, number in enumerate(numbers)}
+
+
+def test_the_clock_stands_still_while_this_rank_is_stopped():
+    monitor = LivenessMonitor(10.0)
+    for now, silent in ((0.0, set()), (1000.0, set()), (1005.0, set()), (1006.0, {0, 1})):
+        monitor.update(beats(1, 1), now)
+        assert set(monitor.silent()) == silent
+
+
+def test_a_job_with_an_overdue_beat_is_not_reported_as_without_progress():
+    monitor = LivenessMonitor(10.0)
+    for now in range(12):
+        monitor.update(beats(now, min(now, 6), record=ProgressRecord("step")), float(now))
+    assert not monitor.stuck(2.0)
+    assert monitor.stuck()
+
+
 # ------------------------------------------------------------------------------------ several ranks in one process
 
 
@@ -168,7 +188,6 @@ def start(monkeypatch):
 def test_a_silent_rank_is_named_by_all(start):
     ranks = start(4)
     assert ranks.seconds(20) == set()
-    ranks.now += 1000.0  # in which the whole machine stood still
     with ranks.all[2].span("forward", 1, 3), ranks.all[0].span("step"):
         assert ranks.seconds(1) == set()  # the last beat, with the phase
         assert ranks.seconds(11, 2) == set()  # exactly the time-out since that was read
