@@ -29,13 +29,13 @@ SEED ?= $(shell git rev-parse 'HEAD^{tree}')
 test-sample: $(VENV)/installed
 	PARAMP_TEST_SEED=$(SEED) $(RUN)/$(PYTEST) -m family $(ARGS)
 
-# Every case of every family, in parts; a second call goes on where the first one ended. PARTS="matrix fuzz": these only.
+# Every case of every family; a second call goes on where the first one ended. PARTS="tests/system/test_fuzz.py": this only.
 test-all: $(VENV)/installed
 	$(RUN)/python tests/support/parts.py $(PARTS)
 
 # Twenty runs with killed ranks, thousands of random configurations.
 chaos: $(VENV)/installed
-	$(RUN)/python tests/support/parts.py chaos fuzz
+	$(RUN)/python tests/support/parts.py tests/system/test_chaos.py tests/system/test_fuzz.py
 
 # Small mistakes in the package, one at a time, each of which a test has to find. ARGS="--num 600 --seed 2": more, others.
 mutants: $(VENV)/installed

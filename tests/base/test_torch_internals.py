@@ -19,88 +19,57 @@ PARSED = {
     if path.stem != "torch_internals"
 }
 NAMES = {name for row in internals.INVENTORY for name in row.names.split()}
-PARTS = NAMES | {part for row in internals.INVENTORY for part in row.owner.split(".")}
 DOTTED = {f"{row.owner}.{name}" for row in internals.INVENTORY for name in row.names.split()}
-OWNERS = {row.owner for row in internals.INVENTORY}
-MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
-"""The short names under which files import torch's modules."""
 PUBLIC = {"_asdict", "_replace", "_fields", "_exit", "_current_frames"}
 """Documented by Python in spite of their underscores."""
 GIVEN = {
-    *("_amp_stash", "_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_overflow", "_probe"),
-    *("_paramp_masters", "_runs_forward_of_class", "_whole_on_meta"),
+    *("_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_runs_forward_of_class", "_whole_on_meta"),
 }
-"""Attributes that paramp gives to objects of others."""
-FRIENDS = {
-    "tools/verify/activation_recorder.py": {"_weights"},
-    "tools/verify/exact/recorder.py": {"_losses", "_params", "_weights"},
-}
-"""Private attributes of the engine, which parts of paramp read."""
+"""Attributes that paramp gives to objects of others by names in constants, beside those that begin with _paramp."""
+MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}
+"""The short names under which files import torch's modules."""
 
 
 def is_private(name):
-    return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
-
-
-def parts_of_texts(tree):
-    """The constants in formatted strings, which are no names."""
-    return {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    return any(part.startswith("_") and not part.endswith("__") and part.strip("_") for part in name.split("."))
 
 
 def defined(tree):
-    """The private names that a file defines: functions, classes, variables, attributes of ``self``."""
+    """The private names that a file defines: functions, classes, variables, attributes that it sets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-            yield node.attr
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
-def is_self(node):
-    called = node.func if isinstance(node, ast.Call) else node  # super()
-    return isinstance(called, ast.Name) and called.id in ("self", "cls", "super")
+KNOWN = NAMES | PUBLIC | GIVEN | {name for tree in PARSED.values() for name in defined(tree)}
 
 
-OWN = {name for tree in PARSED.values() for name in defined(tree)}
-
-
-def dotted(node):
-    """``torch.a._b`` of an attribute of a module of torch's; None of another."""
-    names = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    if isinstance(node, ast.Name) and node.id in {"torch", *MODULES}:
-        return ".".join([MODULES.get(node.id, node.id), *reversed(names)])
-    return None
-
-
-def uses(path, tree):
+def uses(tree):
     """The private names that a file takes from elsewhere, and whether each is in the inventory."""
-    texts = parts_of_texts(tree)
-    here = set(defined(tree)) | PUBLIC | GIVEN | FRIENDS.get(path, set())
+    texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((one.name, False) for one in node.names if any(map(is_private, one.name.split("."))))
+            yield from ((one.name, False) for one in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found = [f"{node.module}.{one.name}" for one in node.names]
-            yield from ((one, one in DOTTED) for one in found if any(map(is_private, one.split("."))))
-        elif isinstance(node, ast.Attribute) and is_private(node.attr):
-            whole = dotted(node)
-            if whole is not None and whole not in OWNERS:
-                yield whole, whole in DOTTED
-            elif whole is None:
-                yield node.attr, node.attr in NAMES | here | (OWN if is_self(node.value) else set())
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
-            for name in filter(is_private, node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else ()):
-                yield name, name in PARTS | OWN | PUBLIC | GIVEN or name.startswith("_paramp")
+            yield from ((name, name in DOTTED) for name in (f"{node.module}.{one.name}" for one in node.names))
+        elif isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            if first in {"torch", *MODULES} and ast.unparse(node).replace(".", "").isidentifier():
+                name = ".".join([MODULES.get(first, first), *rest])
+                yield name, any(f"{one}.".startswith(f"{name}.") or name.startswith(f"{one}.") for one in DOTTED)
+            elif is_private(node.attr):
+                yield node.attr, node.attr in KNOWN
+        elif isinstance(node, ast.Constant) and id(node) not in texts and re.fullmatch(r"_\w+", str(node.value)):
+            yield node.value, node.value in KNOWN or node.value.startswith("_paramp")
 
 
 @pytest.mark.parametrize("path", PARSED)
 def test_every_private_name_that_a_file_takes_is_in_the_inventory(path):
-    assert sorted({name for name, known in uses(path, PARSED[path]) if not known}) == []
+    assert sorted({name for name, known in uses(PARSED[path]) if not known and is_private(name)}) == []
 
 
 def rows():
@@ -126,7 +95,7 @@ def test_a_missing_name_is_an_error_that_names_it(monkeypatch):
     assert internals.take(name) is torch.nn.modules.module._has_any_global_hook
 
 
-def test_attributes_of_a_class_are_checked(monkeypatch):
+def test_attributes_of_a_class_are_checked_in_the_versions_that_have_them(monkeypatch):
     class Record:
         set_by_a_method: int
 
@@ -139,6 +108,10 @@ def test_attributes_of_a_class_are_checked(monkeypatch):
     internals.expect("torch.Record.value")
     with pytest.raises(RuntimeError, match=r"has no torch\.Record\._gone"):
         internals.expect("torch.Record")
+    row = internals.Private("torch.nn", "_gone", "a test", since="2.12", until="2.13")
+    for version, expected in (("2.11.0", []), ("2.12.1", ["_gone"]), ("2.13.0+cpu", ["_gone"]), ("2.14.0", [])):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert internals.lacks(row) == expected
 
 
 def launched():
@@ -157,6 +130,8 @@ def over_a_mesh():
 @pytest.mark.parametrize("start", [launched, over_a_mesh])
 @pytest.mark.parametrize("version", ["2.10.2", "2.16.0a0+git1"])
 def test_an_untested_version_warns_once(monkeypatch, version, start):
+    internals.warn_if_untested.cache_clear()
+    start()  # a warning would be an error: the installed one is tested
     monkeypatch.setattr(torch, "__version__", version)
     gone = internals.Private("torch.nn", "_gone", "a test")
     monkeypatch.setattr(internals, "INVENTORY", (*internals.INVENTORY, gone))
@@ -165,18 +140,6 @@ def test_an_untested_version_warns_once(monkeypatch, version, start):
     with pytest.warns(UserWarning, match=rf"torch {re.escape(version)}: {tested}"):
         start()
     launched()  # a second warning would be an error
-
-
-def test_a_tested_version_does_not_warn():
-    internals.warn_if_untested.cache_clear()
-    internals.warn_if_untested()
-
-
-def test_a_row_is_of_the_versions_that_have_it(monkeypatch):
-    row = internals.Private("torch.nn", "_gone", "a test", since="2.12", until="2.13")
-    for version, expected in (("2.11.0", []), ("2.12.1", ["_gone"]), ("2.13.0+cpu", ["_gone"]), ("2.14.0", [])):
-        monkeypatch.setattr(torch, "__version__", version)
-        assert internals.lacks(row) == expected
 
 
 def test_redispatch_in_python_lets_a_mode_see_what_a_function_calls():

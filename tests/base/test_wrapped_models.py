@@ -5,10 +5,8 @@ import torch
 from beside_plain import launch_with_compiler as launch
 from beside_plain import randn
 from pool import on_ranks
-from small_engines import engine_of
+from small_engines import assert_same_tensors, engine_of
 from torch import nn
-
-from paramp.base.wrapped_models import without_compilation
 
 
 class Block(nn.Module):
@@ -73,33 +71,18 @@ def train(parallel, change=lambda model: model):
         return losses, engine.full_state_dict()
 
 
-WAYS = (whole, blocks, in_place, forwards, twice)
-
-
-def assert_trains_as_plain(parallel, ways=WAYS):
+def assert_trains_as_plain(parallel, ways):
     losses, weights = train(parallel)
     for way in ways:
         graphs.clear()
         others, theirs = train(parallel, way)
         assert graphs, way  # compiled with the model's own backend
         assert others == losses, way
-        assert [*theirs] == [*weights], way
-        assert all(torch.equal(value, weights[name]) for name, value in theirs.items()), way
+        assert_same_tensors(theirs, weights)
 
 
 def test_a_compiled_model_is_compiled_by_blocks():
-    assert_trains_as_plain({})
-
-
-def test_its_options_are_kept_and_those_of_the_configuration_win():
-    _, options = without_compilation(torch.compile(build(), backend="eager", dynamic=False, fullgraph=True))
-    assert options.pop("backend").compiler_name == "eager"
-    assert options == {"dynamic": False, "fullgraph": True}
-    assert without_compilation(build())[1] is None
-    graphs.clear()
-    with launch({"compile": {"backend": "eager"}}):
-        engine_of(whole(build())).forward_backward(torch.ones(4, 8), torch.ones(4, 8))
-        assert not graphs
+    assert_trains_as_plain({}, [whole, blocks, in_place, forwards, twice])
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
@@ -114,13 +97,21 @@ def part_disabled(model):
     return model
 
 
-@pytest.mark.parametrize("compile", [False, {"backend": counting}])
-def test_a_disabled_module_stays_so_and_asks_for_no_compilation(compile):
+@pytest.mark.parametrize(
+    ("change", "compile", "products"),
+    [
+        (part_disabled, False, None),
+        (part_disabled, {"backend": counting}, 2),
+        (whole, {"backend": "eager"}, None),
+        (lambda model: torch.compile(model, backend=counting, dynamic=False, fullgraph=True), False, 4),
+    ],
+)
+def test_parts_that_are_disabled_stay_so_and_the_configuration_wins(change, compile, products):
+    """How many of the blocks' four products the test's backend was given; None: it was not called."""
     graphs.clear()
     with launch({"compile": compile}, "compile: the graph of .* breaks"):
-        engine = engine_of(part_disabled(build()))
+        engine = engine_of(change(build()))
         engine.forward_backward(torch.ones(2, 8), torch.ones(2, 8))
     assert [*dict(engine.module.named_parameters())] == [*dict(build().named_parameters())]
-    assert bool(graphs) == bool(compile)
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-    assert sum("linear" in target for target in targets) == (2 if compile else 0)  # of the blocks' four
+    assert (sum("linear" in target for target in targets) if graphs else None) == products

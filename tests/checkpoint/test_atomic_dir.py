@@ -1,17 +1,19 @@
 """Folders that are whole or not there, and every kind of damage to one."""
 
+import contextlib
 import json
 import random
 import shutil
+from unittest import mock
 
 import pytest
 from pool import on_ranks, shared_folder
 from reference import batches
-from small_engines import assert_same_tensors, each_raises, filled_engine, gpt_engine, save, train_step
+from small_engines import assert_same_tensors, each_raises, everywhere, filled_engine, gpt_engine, save, train_step
 
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
-from paramp.checkpoint import atomic_dir
+from paramp.checkpoint import atomic_dir, safetensors_io
 from paramp.checkpoint.atomic_dir import Written
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint, problems
 from paramp.engine.checkpoint_manager import Checkpoints, find
@@ -224,6 +226,12 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(world):
             each_raises(CheckpointError, {words: lambda wait=wait: save(engine, blocked, wait)})
         engine.save(blocked, wait=False)
         each_raises(CheckpointError, {words: lambda: engine.save(folder / "next")})
+        full = mock.patch.object(safetensors_io, "write_file", side_effect=OSError(28, "No space left on device"))
+        of_second = r"checkpoint' was not written: rank 1 failed: .*No space left on device"
+        with full if world.rank == 1 else contextlib.nullcontext():
+            each_raises(CheckpointError, {of_second: lambda: engine.save(folder / "checkpoint")})
+        everywhere(None)  # rank 0 has deleted what was there
+        assert everywhere([path.name for path in folder.iterdir()]) == [["file"]] * 2
         if world.rank == 1:
             engine.optimizer.state[next(engine.module.parameters())] = {"odd": object()}
         words_of_state = r"optimizer.0.weight.odd: got object as state"

@@ -34,16 +34,13 @@ def test_values_come_back(name):
     assert repr(back) == repr(VALUES[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float64, torch.int64])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
-def test_tensors_come_back(dtype, shape):
-    value = torch.randint(0, 2, shape).to(dtype)
-    back = there_and_back({"t": value})["t"]
-    assert (back.dtype, back.shape) == (dtype, value.shape)
-    assert torch.equal(back, value)
-
-
-def test_numpy_and_nan_come_back():
+def test_tensors_and_numpys_come_back():
+    for dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float64, torch.int64):
+        for shape in ((), (0,), (2, 3)):
+            value = torch.randint(0, 2, shape).to(dtype)
+            back = there_and_back({"t": value})["t"]
+            assert (back.dtype, back.shape) == (dtype, value.shape)
+            assert torch.equal(back, value)
     state = np.random.get_state()
     back = there_and_back(list(state))
     assert (back[0], back[1].dtype) == (state[0], np.uint32)
@@ -52,13 +49,9 @@ def test_numpy_and_nan_come_back():
     assert math.isnan(there_and_back(float("nan")))
 
 
-class Callback:
-    pass
-
-
 def test_what_would_have_to_be_pickled_is_refused():
     calls = {
-        r"value\.a\.hook: got Callback": lambda: encode({"a": {"hook": Callback()}}),
+        r"value\.a\.hook: got object": lambda: encode({"a": {"hook": object()}}),
         r"value\[0\]: got function": lambda: encode([lambda: 0]),
         r"value: got a tensor of 400000 bytes, expected at most 65536": lambda: encode(torch.zeros(10**5)),
         r"got the type 'os\.system'": lambda: decode({"<type>": "os.system", "items": ["true"]}),

@@ -11,7 +11,6 @@ from small_engines import filled_engine, only_value, value_at
 import paramp
 from paramp.base.errors import CheckpointError
 from paramp.checkpoint import open_checkpoint
-from paramp.checkpoint.atomic_dir import remove
 from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.run_folder import checkpoints_in
@@ -46,27 +45,6 @@ def test_between_its_two_renames_the_old_one_is_read_and_stays_there(tmp_path):
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001.replaced"]
         filled_engine(2.0).save(path)
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
-
-
-@pytest.mark.parametrize("change", ["replaced", "deleted"])
-def test_files_that_go_while_they_are_opened(tmp_path, monkeypatch, change):
-    path, open_folder, opened = tmp_path / "saved", open_checkpoint._open_folder, []
-
-    def open_and_change(name):
-        opened.append(name)
-        descriptor = open_folder(name)
-        if len(opened) == 1:
-            filled_engine(2.0).save(path) if change == "replaced" else remove(path)
-        return descriptor
-
-    with paramp.launch_from_torch({}):
-        filled_engine(1.0).save(path)
-        monkeypatch.setattr(open_checkpoint, "_open_folder", open_and_change)
-        if change == "replaced":
-            assert value_at(path) == 2.0
-        else:
-            with pytest.raises(CheckpointError, match=r"saved': no such checkpoint"):
-                value_at(path)
 
 
 @on_ranks(2)

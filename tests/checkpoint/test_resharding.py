@@ -24,6 +24,7 @@ LAYOUTS = {
     "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}},
     "fsdp2·pp2, two stages a rank": {"data": {"shard": 2}, "pipeline": TWO_STAGES},
     "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
+    "pp2·dp2 + zero1": {"pipeline": {"size": 2, "microbatches": 2}, "zero": 1},
 }
 PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3)}
 PLAN |= {"head": "colwise_gather"}
@@ -144,7 +145,7 @@ def load_and_save(world, precision, path, expected, layout):
 
 
 EVERYTHING = [(layout, precision) for layout in LAYOUTS for precision in ("16-naive", "32-true", "bf16-true")]
-PART = {("fsdp2·tp2", "16-naive")}
+PART = {("fsdp2·tp2", "16-naive"), ("pp2·dp2 + zero1", "16-naive")}
 
 
 @family

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from trainer_runs import check_classifier, classifier, in_batches, plain_epochs, samples, sgd
 
 import paramp
-from paramp.compat.composer import functional as cf
 from paramp.compat.composer.algorithms import LowPrecisionLayerNorm
 
 EPOCHS, CLIP = 2, 0.5
@@ -44,20 +43,3 @@ def test_a_loop_in_place_of_the_trainer(world):
         check_classifier(engine.full_state_dict(), expected, 2.0**-8)
         x, y = samples().tensors
         assert losses.mean().item() == pytest.approx(smoothed(expected(x), y).item(), rel=2.0**-6)
-
-
-@on_ranks(2)
-def test_the_functional_loop_under_data_parallelism(world):
-    """composer.functional in a loop of one's own, with torch's autocast and DistributedDataParallel around it."""
-    model = classifier()
-    assert cf.apply_low_precision_layernorm(model, precision="amp_bf16") == 1
-    model = nn.parallel.DistributedDataParallel(model)
-    optimizer = sgd(model.parameters())
-    for x, y in in_batches(8) * EPOCHS:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = smoothed(model(x.chunk(2)[world.rank]), y.chunk(2)[world.rank])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    check_classifier(model.state_dict(), plain(), 2.0**-8)

@@ -3,11 +3,13 @@
 import itertools
 import multiprocessing
 import random
+from functools import partial
 
 import pytest
 import torch
 from pool import on_ranks
 from reference import batches, plain_fp32_training, small_gpt
+from small_engines import everywhere
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -67,14 +69,8 @@ class SizedStream(Stream):
         return self.count
 
 
-class Blocks(Sampler):
-    """Batches of a size that varies."""
-
-    def __iter__(self):
-        yield from ([0], [1, 2], [3, 4, 5], [6], [7, 8], [9, 10, 11], [12])
-
-    def __len__(self):
-        return 7
+BLOCKS = [[0], [1, 2], [3, 4, 5], [6], [7, 8], [9, 10, 11], [12]]
+"""Batches of a size that varies."""
 
 
 class Shuffled(Sampler):
@@ -139,24 +135,24 @@ def test_fewer_samples_than_ranks_are_repeated():
     assert [epoch(loader) for loader in on_all(lambda: DataLoader(Stream(0)), 2)] == [[], []]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "message"),
-    [
-        (
-            Numbers(3000),
-            {"batch_size": 2000, "shuffle": True, "drop_last": True},
-            "^batch_size 2000, but a data rank has 1500 samples, so drop_last leaves no batch; expected at most 1500$",
-        ),
-        (Numbers(1), {"drop_last": True}, "its 1 samples do not fill a batch of 1 for each of 2 data"),
-        (Numbers(0), {}, "its dataset is empty; expected at least one sample"),
-        (Numbers(0), {"drop_last": True}, "its dataset is empty"),
-        (Numbers(0), {"batch_size": None}, "its dataset is empty"),
-        (Numbers(4), {"sampler": SubsetRandomSampler([])}, "yields none of its dataset's 4 samples"),
-        (SizedStream(4), {"batch_size": 4, "drop_last": True}, "4 samples do not fill a batch of 4 for"),
-        (SizedStream(0), {}, "its dataset is empty"),
-        (Numbers(8), {"num_workers": 2, "in_order": False}, "in_order=False yields batches in the order in which work"),
-    ],
-)
+DROPPED = {"batch_size": 2000, "shuffle": True, "drop_last": True}
+WITHOUT = [
+    (
+        Numbers(3000),
+        DROPPED,
+        "^batch_size 2000, but a data rank has 1500 samples, so drop_last leaves no.*at most 1500$",
+    ),
+    (Numbers(1), {"drop_last": True}, "its 1 samples do not fill a batch of 1 for each of 2 data"),
+    *((empty, {}, "its dataset is empty; expected at least one sample") for empty in (Numbers(0), SizedStream(0))),
+    (Numbers(0), {"drop_last": True}, "its dataset is empty"),
+    (Numbers(0), {"batch_size": None}, "its dataset is empty"),
+    (Numbers(4), {"sampler": SubsetRandomSampler([])}, "yields none of its dataset's 4 samples"),
+    (SizedStream(4), {"batch_size": 4, "drop_last": True}, "4 samples do not fill a batch of 4 for"),
+    (Numbers(8), {"num_workers": 2, "in_order": False}, "in_order=False yields batches in the order in which work"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "options", "message"), WITHOUT)
 @few_cores
 def test_a_loader_without_a_batch_for_a_rank_or_without_an_order_is_an_error(dataset, options, message):
     for rank in range(2):
@@ -195,7 +191,7 @@ def test_the_random_order_does_not_depend_on_the_ranks_random_state(sampler):
 
 
 def test_custom_batch_samplers_are_sharded_by_batch():
-    loaders = on_all(lambda: DataLoader(Numbers(13), batch_sampler=Blocks()), 2)
+    loaders = on_all(lambda: DataLoader(Numbers(13), batch_sampler=BLOCKS), 2)
     assert [epoch(loader) for loader in loaders] == [
         [[0], [3, 4, 5], [7, 8], [12]],
         [[1, 2], [6], [9, 10, 11], [0]],  # filled up with the first
@@ -244,6 +240,7 @@ def test_worker_seeds_are_equal_in_a_model_group_and_differ_between_data_ranks(p
     assert orders[0] != orders[1]
 
 
+@few_cores
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
@@ -255,17 +252,11 @@ def test_iterable_datasets_are_sharded_by_batch(size, drop_last):
         assert [len(part) for part in found] == [len(loader) for loader in loaders] == [rounds] * size
         sharded = [batch for round_ in zip(*found, strict=True) for batch in round_]
         assert sharded[:7] == whole[: len(sharded)]
-        for rank, part in enumerate(found):
-            if not drop_last and 7 % size and rank >= 7 % size:
-                assert part[-1] == part[0]
-
-
-@few_cores
-def test_iterable_datasets_with_workers_are_sharded_by_batch():
-    loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True, **WORKERS), 2)
-    for _ in range(2):
-        assert sorted(flat(batch for loader in loaders for batch in epoch(loader))) == list(range(24))
-    assert loaders[0].num_workers == 2
+        assert all(batch == found[index % size][0] for index, batch in enumerate(sharded[7:], 7))  # filled up
+    if size == 2:
+        loaders = on_all(lambda: DataLoader(Stream(24), 3, num_workers=2, persistent_workers=True, **WORKERS), 2)
+        for _ in range(2):
+            assert sorted(flat(batch for loader in loaders for batch in epoch(loader))) == list(range(24))
 
 
 def test_samplers_that_shard_themselves_are_kept_or_refused():
@@ -286,10 +277,9 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
             shard_loader(hidden, 1, 2, 5)
 
 
-def engine_with(loader, **others):
+def engine_with(train, test=None):
     model = small_gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return paramp.initialize(model, optimizer, model.loss, train_dataloader=loader, **others)
+    return paramp.initialize(model, partial(torch.optim.AdamW, lr=1e-3), model.loss, train, test)
 
 
 @on_ranks(4)
@@ -297,9 +287,9 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
     """dp 2 x tp 2 with batches of 4 against plain torch with the same samples in batches of 8."""
     steps = list(batches(4))
     data = TensorDataset(*(torch.cat(part) for part in zip(*steps, strict=True)))
-    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}) as context:
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "clip_grad_norm": 1.0}):
         torch.manual_seed(world.rank)
-        engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), test_dataloader=[1])
+        engine, train, test, _ = engine_with(DataLoader(data, batch_size=4), [1])
         assert test == [1]
         losses = []
         for x, y in train:
@@ -309,63 +299,51 @@ def test_training_from_a_sharded_loader_equals_training_on_the_union(world):
         expected, _ = plain_fp32_training(4)
         assert losses == pytest.approx(expected, abs=1e-5)
 
-        shuffled = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
-        _, train, test, _ = engine_with(shuffled[0], test_dataloader=shuffled[1])
-        everyone = [None] * 4
-        mine = [torch.cat([x for x, _ in loader]).tolist() for loader in (train, test)]
-        torch.distributed.all_gather_object(everyone, (context.dp.rank, mine))
-        assert everyone[0] == everyone[1]  # one model group
-        assert everyone[2] == everyone[3]
-        both = everyone[0][1][0] + everyone[2][1][0]
-        assert sorted(both) == sorted(data.tensors[0].tolist())
-        assert mine[0] != mine[1]  # two loaders have an order each
 
-
+@pytest.mark.parametrize(
+    ("parallel", "places"),
+    [({"tensor": 2, "data": 2}, [0, 0, 1, 1]), ({"data": {"shard": 2, "replicate": 2}}, [0, 1, 2, 3])],
+)
 @on_ranks(4)
-def test_ranks_of_shards_and_of_replicas_take_different_samples(world):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2, "replicate": 2}}}) as context:
-        model = torch.nn.Linear(1, 1)
-        loader = DataLoader(range(16), batch_size=2, shuffle=True)
-        _, loader, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), train_dataloader=loader)
-        everyone = [None] * 4
-        torch.distributed.all_gather_object(everyone, (context.dp.rank, context.dp.size, flat(epoch(loader))))
-    assert [(rank, size) for rank, size, _ in everyone] == [(rank, 4) for rank in range(4)]
-    assert sorted(flat(numbers for *_, numbers in everyone)) == [*range(16)]
+def test_ranks_of_shards_and_of_replicas_take_different_samples(world, parallel, places):
+    """And those of a model group the same; two loaders have an order each."""
+    torch.manual_seed(world.rank)
+    with paramp.launch_from_torch({"parallel": parallel}):
+        shuffled = [DataLoader(range(16), batch_size=2, shuffle=True) for _ in range(2)]
+        _, train, test, _ = engine_with(*shuffled)
+        found = everywhere([flat(epoch(train)), flat(epoch(test))])
+    by_place = dict(zip(places, found, strict=True))
+    assert found == [by_place[place] for place in places]
+    orders = [flat(one[index] for one in by_place.values()) for index in (0, 1)]
+    assert [sorted(order) for order in orders] == [[*range(16)]] * 2
+    assert orders[0] != orders[1]
 
 
 @on_ranks(4)
 def test_wrong_loaders_are_an_error_on_every_rank(world):
     numbers = Numbers(8)
+    uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
+    over_all_four = DataLoader(numbers, sampler=DistributedSampler(numbers))
+    wrong_on_two = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))
     with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}}):
-        everywhere = DataLoader(numbers, sampler=DistributedSampler(numbers))  # shards over all four ranks
-        once = DataLoader(numbers, sampler=DistributedSampler(numbers, 2, rank=world.rank % 2))  # wrong on two ranks
-        uneven = DataLoader(Numbers(8 + world.rank // 2), batch_size=2)
-        rank_0 = "DistributedSampler gives samples to rank 0 of 4, but this is data rank 0 of 2"
-        counts = "rank 0 has 8 samples in batches of 2, drop_last False, but rank 2 has 9 samples"
-        for loader, message, others in (
-            (everywhere, f"train_dataloader: its {rank_0}", {}),
-            (once, "gives samples to rank 1 of 2, but this is data rank 0 of 2", {}),
-            (None, f"test_dataloader: {counts}", {"test_dataloader": uneven}),
-            (
-                DataLoader(numbers, batch_size=8, drop_last=True),
-                "train_dataloader: batch_size 8, but a data rank has 4 samples, so drop",
-                {},
-            ),
-        ):
+        for message, loaders in {
+            "train_dataloader: its DistributedSampler gives samples to rank 0 of 4, but this is": [over_all_four],
+            "gives samples to rank 1 of 2, but this is data rank 0 of 2": [wrong_on_two],
+            "test_dataloader: rank 0 has 8 samples in batches of 2, drop_last False, but rank 2": [None, uneven],
+            "train_dataloader: batch_size 8, but a data rank has 4": [DataLoader(numbers, 8, drop_last=True)],
+        }.items():
             with pytest.raises(ConfigError, match=message):
-                engine_with(loader, **others)
+                engine_with(*loaders)
         engine_with(DataLoader(numbers) if world.rank == 0 else None)
 
 
+ITSELF = DistributedSampler(Numbers(24), 1, 0, shuffle=False)
 RESUMED = {
     "shuffled": {"dataset": Numbers(24), "shuffle": True},
     "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
     "with workers": {"dataset": Numbers(24), "shuffle": True, "num_workers": 1, **WORKERS},
     "a stream": {"dataset": Stream(24)},
-    "a sampler that shards by itself": {
-        "dataset": Numbers(24),
-        "sampler": DistributedSampler(Numbers(24), 1, 0, shuffle=False),
-    },
+    "a sampler that shards by itself": {"dataset": Numbers(24), "sampler": ITSELF},
 }
 
 
@@ -415,12 +393,9 @@ def test_an_iterator_made_before_a_load_is_an_error():
 def test_skipping_batches_draws_no_random_numbers():
     (loader,) = resumable("a sampler that shards by itself")
     loader.load_state_dict({"epoch": 0, "given": 6})
-    torch.manual_seed(1)
-    batches = iter(loader)
-    after = torch.rand(())
-    torch.manual_seed(1)
-    assert after == torch.rand(())
-    next(batches)
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def consecutive(dataset, batch_size, size, **options):
@@ -429,20 +404,15 @@ def consecutive(dataset, batch_size, size, **options):
     return [list(shard_loader(loader, rank, size, 7, consecutive=True)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_consecutive_parts_join_to_the_batches_of_one_rank(shuffle):
-    (whole,) = consecutive(range(48), 8, 1, shuffle=shuffle)
+@pytest.mark.parametrize("count", [48, 21])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}])
+def test_consecutive_parts_join_to_the_batches_of_one_rank(count, options):
+    """An incomplete last batch is filled up, or dropped on all ranks."""
+    (whole,) = consecutive(range(count), 8, 1, **options)
     for size in (2, 4):
-        parts = consecutive(range(48), 8 // size, size, shuffle=shuffle)
-        assert [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)] == [one.tolist() for one in whole]
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_incomplete_last_batch_is_filled_or_dropped_on_all_ranks(drop_last):
-    (whole,) = consecutive(range(21), 8, 1, drop_last=drop_last)
-    parts = consecutive(range(21), 4, 2, drop_last=drop_last)
-    assert [len(part) for part in parts] == [len(whole)] * 2 == [2 if drop_last else 3] * 2
-    joined = [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)]
-    assert joined == [one.tolist() for one in whole]
-    if not drop_last:
+        parts = consecutive(range(count), 8 // size, size, **options)
+        joined = [torch.cat(batch).tolist() for batch in zip(*parts, strict=True)]
+        assert joined == [one.tolist() for one in whole]
+    assert len(whole) == (count // 8 if "drop_last" in options else -(-count // 8))
+    if not options and count == 21:
         assert joined[-1] == [16, 17, 18, 19, 20, 0, 1, 2]

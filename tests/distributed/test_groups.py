@@ -15,12 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
-from paramp.base.collectives import equal_everywhere, gather_objects
-from paramp.base.errors import ConfigError
+from paramp.base.collectives import gather_objects
 from paramp.distributed import groups
 from paramp.distributed.axes import ranks_along
 from paramp.models import GPT, GPTConfig
-from paramp.parallel.stage import tie_stages
 
 
 def coordinates(rank, sizes):
@@ -199,23 +197,6 @@ def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_wor
     assert list(c10d._world.pg_map) == [dist.group.WORLD]
 
 
-@on_ranks(2)
-def test_values_are_equal_everywhere_or_not(world):
-    for value in (None, "a", ["b", 2.5], 2**70):
-        assert equal_everywhere(value, torch.device("cpu"))
-        assert not equal_everywhere((value, world.rank), torch.device("cpu"))
-
-
-@on_ranks(2)
-def test_pipeline_ranks_that_find_different_ties_raise_instead_of_waiting(world):
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        stages = [nn.ModuleDict({str(index): layer}) for index, layer in enumerate(model)]
-        names_of = {model[0].weight: ["0.weight", "1.weight"]} if world.rank == 0 else {}
-        with pytest.raises(ConfigError, match=r"pipeline rank 0 ties \[\('0.weight', '1.weight'\)\].*rank 1 \[\]"):
-            tie_stages(names_of, stages, stages[world.rank], context)
-
-
 @on_ranks(4)
 def test_ties_between_the_same_stages_share_a_group(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "split": ["2", "4", "6"]}}}) as context:
@@ -261,30 +242,3 @@ def test_ties_between_several_stages_follow_plain_torch(world, schedule):
 def test_nccl_splits_the_worlds_communicator():
     done = torchrun(2, "tests/support/scripts/nccl_groups.py")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("backends", "splits"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)])
-def test_a_world_is_split_only_if_it_has_one_backend(monkeypatch, rank_of_world, backends, splits):
-    """Else torch would hand NCCL's options to gloo; and a world with a bound device splits new groups too."""
-    rank_of_world(0, 2)
-    bound = []
-
-    class World:
-        bound_device_id = torch.device("cuda:0")
-
-        def _get_backend(self, _):
-            return type("Backend", (), {"supports_splitting": True})
-
-    world = World()
-    monkeypatch.setattr(c10d, "_get_default_group", lambda: world)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    assert groups._world_splits() is splits
-    if not splits:
-        monkeypatch.setattr(dist, "new_group", lambda *_, **__: bound.append(world.bound_device_id))
-        monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
-        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        monkeypatch.setattr(dist, "get_rank", lambda: 0)
-        groups.ProcessGroups("run").make("own", torch.tensor([[0], [1]]))
-        assert bound == [None]
-        assert world.bound_device_id == torch.device("cuda:0")

@@ -16,14 +16,19 @@ from pool import on_ranks
 from small_engines import each_raises, engine_of, train_step
 
 import paramp
-from paramp.distributed import launcher_env, launchers, rendezvous
+from paramp.distributed import launcher_env
 from paramp.distributed.rendezvous import free_port
 
 
 def test_a_world_of_one_needs_no_launcher():
     """One context after another, which may be closed twice; and the seed."""
-    for config, options, seed in (({"seed": 3}, {}, 3), ({"seed": 7}, {"seed": 8}, 8), (None, {}, 1024)):
-        with paramp.launch_from_torch(config, **options) as context:
+    given = functools.partial(paramp.launch, None, 0, 1, "127.0.0.1", free_port())
+    for make, seed in (
+        (lambda: paramp.launch_from_torch({"seed": 3}), 3),
+        (lambda: paramp.launch_from_torch({"seed": 7}, seed=8), 8),
+        (given, 1024),
+    ):
+        with make() as context:
             assert (context.rank, context.world_size, context.local_rank) == (0, 1, 0)
             assert context.is_first_stage
             assert context.is_last_stage
@@ -32,18 +37,11 @@ def test_a_world_of_one_needs_no_launcher():
             assert tuple(context.mesh.mesh.shape) == (1, 1, 1)
             assert paramp.get_context() is context
             assert context.config.seed == seed
+            assert dist.get_backend() == "gloo" or context.device.type == "cuda"
         context.close()
         assert not dist.is_initialized()
         with pytest.raises(RuntimeError, match="no parallel context"):
             paramp.get_context()
-
-
-def test_one_process_with_a_gpu_needs_no_nccl(monkeypatch):
-    monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
-    alone = launcher_env.LauncherRank("none", rank=0, world_size=1, local_rank=0)
-    launchers._init_process_group(dist.HashStore(), alone, None, torch.device("cuda", 0))
-    assert dist.get_backend() == "gloo"
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("config", [{}, {"precision": "16-mixed", "clip_grad_norm": 1.0}, {"reproducible": True}])
@@ -57,17 +55,10 @@ def test_a_step_of_one_process_makes_no_collective(config):
         assert not any(collectives.counts.values()), collectives.counts
 
 
-def test_launch_with_everything_given():
-    with paramp.launch(None, 0, 1, "127.0.0.1", free_port()) as context:
-        assert context.world_size == 1
-        assert dist.get_backend() == "gloo" or context.device.type == "cuda"
-
-
-def launch(rank, world_size, port):
-    return lambda: paramp.launch(None, rank, world_size, "127.0.0.1", port)
-
-
 def test_launches_that_are_refused(monkeypatch):
+    def launch(rank, world_size, port):
+        return lambda: paramp.launch(None, rank, world_size, "127.0.0.1", port)
+
     calls = {
         "rank: got 2, expected 0 to 1": launch(2, 2, 29500),
         "port: got 0": launch(0, 1, 0),
@@ -81,8 +72,6 @@ def test_launches_that_are_refused(monkeypatch):
     with pytest.raises(paramp.ConfigError, match="does not divide the world of 1 ranks; start a multiple of 4"):
         paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": 2}})
     assert not dist.is_initialized()
-    monkeypatch.setattr(launchers, "_agree_on_backend", lambda *_: "nccl")
-    launchers._check_own_gpus(None, torch.device("cuda", 0), 0, 1)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     some = "RANK, WORLD_SIZE set, but LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
@@ -97,12 +86,6 @@ def test_free_ports_are_free_and_no_connection_takes_them():
         assert not first <= port <= last or first < 5000  # where the range leaves room outside
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-
-
-def test_a_free_port_is_found_where_the_range_of_connections_is_not_known(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_ports_of_connections", lambda: (0, 65535))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port()))
 
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu[003-005,9],login1"}
@@ -137,13 +120,6 @@ def test_worlds_one_after_another_under_torchrun(standalone):
     assert len(set(losses)) == 1
 
 
-@on_ranks(4)
-def test_a_world_that_differs_from_the_launchers(world):
-    differs = pytest.raises(paramp.LaunchError, match=r"as rank . of 4, but the launcher gave rank . of 8")
-    with mock.patch.dict(os.environ, WORLD_SIZE="8"), differs:
-        paramp.launch_from_torch()
-
-
 @contextlib.contextmanager
 def environment(**variables):
     """Torchrun's variables as given, the others unset."""
@@ -170,19 +146,25 @@ def test_a_process_group_that_is_there_needs_no_variables(world):
 
 @on_ranks(2)
 def test_a_process_group_that_does_not_fit(world):
+    launch = paramp.launch_from_torch
+    differs = {r"as rank . of 2, but the launcher gave rank . of 8": launch}
+    with mock.patch.dict(os.environ, WORLD_SIZE="8"):
+        each_raises(paramp.LaunchError, differs)
     with environment():
         with pytest.raises(paramp.ConfigError, match="does not divide the world of 2 ranks"):
-            paramp.launch_from_torch({"parallel": {"tensor": 4}})
+            launch({"parallel": {"tensor": 4}})
         calls = {
             r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g": {"backend": "nccl"},
             "backend: got 'cpu:mpi,cuda:nccl', but": {"backend": "cpu:mpi,cuda:nccl"},
             r"device: got 'meta', but torch\.distributed is initialised with 'cpu:g": {"device": "meta"},
         }
-        launch = paramp.launch_from_torch
         each_raises(paramp.LaunchError, {words: functools.partial(launch, **given) for words, given in calls.items()})
         for backend in ("gloo", "cpu:gloo,cuda:nccl"):
-            with paramp.launch_from_torch(backend=backend, device="cpu") as context:
+            with launch(backend=backend, device="cpu") as context:
                 assert context.world_size == 2
+    stop = pytest.raises(RuntimeError, match="stop")
+    with stop, launch({"parallel": {"data": 2}}):  # which ends as the block has
+        raise RuntimeError("stop")
 
 
 def test_a_process_group_without_a_backend_of_its_own(tmp_path):
@@ -194,13 +176,3 @@ def test_a_process_group_without_a_backend_of_its_own(tmp_path):
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-
-
-class Stop(Exception):
-    pass
-
-
-@on_ranks(2)
-def test_an_exception_leaves_the_context_as_it_is_on_every_rank(world):
-    with pytest.raises(Stop), paramp.launch_from_torch({"parallel": {"data": 2}}):
-        raise Stop

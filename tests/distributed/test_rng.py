@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.distributed.rng import derive_seed, sharded_random
+from paramp.distributed.rng import sharded_random
 from paramp.models import GPT
 from paramp.parallel.materialize import materialize
 
@@ -21,9 +21,9 @@ def meta_gpt():
         return GPT(SMALL)
 
 
-def single_process_start():
+def filled(seed=5):
     model = meta_gpt()
-    materialize(model, 5, torch.device("cpu"))
+    materialize(model, seed, torch.device("cpu"))
     return model.state_dict()
 
 
@@ -32,7 +32,7 @@ def single_process_start():
 def test_a_model_on_meta_starts_the_same_in_every_layout(world, parallel):
     with paramp.launch_from_torch({"parallel": parallel, "seed": 5}):
         engine, *_ = paramp.initialize(meta_gpt, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        assert_same_tensors(engine.full_state_dict(), single_process_start())
+        assert_same_tensors(engine.full_state_dict(), filled())
 
 
 @on_ranks(4)
@@ -47,33 +47,6 @@ def test_a_model_built_after_launch_is_the_same_on_every_rank(world):
         assert everywhere(order) == [order] * 4
     torch.manual_seed(11)
     assert GPT(SMALL).head.weight[0, 0].item() == first
-
-
-def test_weights_depend_on_seed_and_name():
-    start = single_process_start()
-    assert not torch.equal(start["blocks.0.mlp.up.weight"], start["blocks.1.mlp.up.weight"])
-    again = meta_gpt()
-    state = torch.get_rng_state()
-    materialize(again, 6, torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(again.state_dict()["head.weight"], start["head.weight"])
-    assert again.head.weight is again.embedding.tokens.weight
-
-
-def test_a_module_on_meta_that_cannot_fill_itself_is_named():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3, device="meta"))
-
-    with pytest.raises(ValueError, match=r"1 \(Scale\) is on the meta device and has no reset_parameters"):
-        materialize(nn.Sequential(nn.Linear(2, 2), Scale()), 0, torch.device("cpu"))
-
-
-def test_seeds_of_neighbours_are_unrelated():
-    seeds = {derive_seed(seed, name) for seed in range(50) for name in ("a", "b", "a.b")}
-    assert len(seeds) == 150
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 class Draws(nn.Module):
@@ -151,7 +124,7 @@ def test_dropout_in_the_model_follows_the_rule(world, sequence_parallel):
 
 
 def test_filling_a_model_on_meta_seeds_no_gpu(monkeypatch):
-    """Its values are drawn on the CPU; the generators of GPUs, which belong to the user, stay as they are."""
+    """Its values depend on seed and name; all generators, which belong to the user, stay as they are."""
     seeded = []
     for name in ("manual_seed", "manual_seed_all"):
         monkeypatch.setattr(torch.cuda, name, seeded.append)
@@ -159,9 +132,9 @@ def test_filling_a_model_on_meta_seeds_no_gpu(monkeypatch):
     torch.manual_seed(7)
     assert seeded == [7]  # torch seeds every GPU
     before = torch.get_rng_state()
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    materialize(model, 3, torch.device("cpu"))
-    assert not model.weight.is_meta
+    start, other = filled(5), filled(6)
+    assert not torch.equal(start["blocks.0.mlp.up.weight"], start["blocks.1.mlp.up.weight"])
+    assert not torch.equal(other["head.weight"], start["head.weight"])
+    assert torch.equal(other["head.weight"], other["embedding.tokens.weight"])
     assert seeded == [7]
     assert torch.equal(torch.get_rng_state(), before)

@@ -3,14 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import randn, seeded
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paramp
 
 SAMPLES = 11
-X, Y = torch.randn(2, SAMPLES, 4, generator=torch.Generator().manual_seed(3))
+X, Y = randn(2, SAMPLES, 4, seed=3)
 
 
 class Stream(IterableDataset):
@@ -32,6 +34,10 @@ def loader_for(name, context):
     return DataLoader(Stream() if name == "stream" else TensorDataset(X, Y), batch_size=4, shuffle=name == "shuffled")
 
 
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
 LAYOUTS = {
     "dp2": {},
     "fsdp2": {"data": {"shard": 2}},
@@ -44,19 +50,18 @@ LAYOUTS = {
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 @on_ranks(2)
 def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
-    """4 + 4 + 3 samples over two data ranks are 6 and 5; over four microbatches 3 are fewer than one each."""
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
-    plain = model.eval()
+    """4 + 4 + 3 samples over two data ranks are 6 and 5; over four microbatches 3 are fewer than one each.
+
+    It leaves modes of modules, random numbers and gradients as they were.
+    """
+    plain = seeded(build).eval()
     with torch.no_grad():
         means, (total, count) = F.mse_loss(plain(X), Y), counted(plain(X), Y)
-    model.train()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
     for criterion, expected in ((F.mse_loss, means), (counted, total / count)):
         for name in ("plain", "shuffled", "stream", "list"):
             with paramp.launch_from_torch({"parallel": parallel}) as context:
-                mine = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
-                mine.load_state_dict(state)
+                mine = seeded(build)
+                mine[1].eval()
                 engine, _, loader, _ = paramp.initialize(
                     mine,
                     torch.optim.SGD(mine.parameters(), lr=0.1),
@@ -65,9 +70,10 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                     loader_for(name, context),
                     plan={"0": "colwise", "3": "rowwise"} if context.tp.size > 1 else None,
                 )
-                found = engine.evaluate(loader)
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-                assert engine.module.training
+                before = [module.training for module in engine.module.modules()], torch.get_rng_state().tolist()
+                torch.testing.assert_close(engine.evaluate(loader), expected, rtol=1e-5, atol=0)
+                assert ([one.training for one in engine.module.modules()], torch.get_rng_state().tolist()) == before
+                assert not any(one.grad is not None and one.grad.any() for one in engine.parameters())
                 if name == "shuffled":  # a later iteration fills the last round again
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
 
@@ -78,44 +84,34 @@ def test_data_ranks_that_shard_parameters_run_as_many_batches(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2}, "data": {"shard": 2}}}) as context:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         expected = F.mse_loss(model(X[:5]), Y[:5]).detach()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        engine = engine_of(model)
         mine = [slice(0, 2)] if context.dp.rank == 0 else [slice(2, 5)]
         torch.testing.assert_close(engine.evaluate([(X[own], Y[own]) for own in mine]), expected)
         with pytest.raises(paramp.ConfigError, match="loader: yielded no batch on data rank 1, expected at least one"):
             engine.evaluate([(X[:2], Y[:2])] * (1 - context.dp.rank))
 
 
-class Broken(Dataset):
-    def __init__(self, rank):
-        self.rank = rank
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 5 and self.rank == 1:
-            raise ArithmeticError("unreadable")
-        return X[index], Y[index]
+def broken(rank):
+    yield X[:4], Y[:4]
+    if rank == 1:
+        raise ArithmeticError("unreadable")
+    yield X[:4], Y[:4]
 
 
 @on_ranks(2)
 def test_what_a_loader_lacks_is_an_error_on_every_rank(world):
-    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}) as context:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        batch = X[:4], Y[:4]
-        with pytest.raises(paramp.ConfigError, match="loader: yielded no batch"):
-            engine.evaluate(iter([]))
-        with pytest.raises(
-            paramp.ConfigError, match="loader: 1 of the 2 ranks of data rank 0's model group have a batch 1"
-        ):
-            engine.evaluate([batch] * (1 + context.rank))
-        with pytest.raises(paramp.ConfigError, match=r"loader: yielded tuple of 3, expected a pair"):
-            engine.evaluate([(*batch, X)])
-        with pytest.raises((ArithmeticError, RuntimeError), match="unreadable"):
-            engine.evaluate(DataLoader(Broken(context.rank), batch_size=4))
-        with pytest.raises((ValueError, RuntimeError), match=r"mat1 and mat2"):
-            engine.evaluate([batch, (X[:4, :3], Y[:4])])
-        with pytest.raises(ValueError, match=r"target: got shape \(3, 4\), expected 4 samples"):
-            engine.evaluate([batch, (X[:4], Y[:3])])
-        assert engine.evaluate([batch]) == engine.evaluate(*batch)
+    good = X[:4], Y[:4]
+    cases = [
+        (paramp.ConfigError, "loader: yielded no batch", iter([])),
+        (paramp.ConfigError, "loader: 1 of the 2 ranks of data rank 0's .* a batch 1", [good] * (1 + world.rank)),
+        (paramp.ConfigError, "loader: yielded tuple of 3, expected a pair", [(*good, X)]),
+        ((ArithmeticError, RuntimeError), "unreadable", broken(world.rank)),
+        ((ValueError, RuntimeError), "mat1 and mat2", [good, (X[:4, :3], Y[:4])]),
+        (ValueError, r"target: got shape \(3, 4\), expected 4 samples", [good, (X[:4], Y[:3])]),
+    ]
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        engine = engine_of(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+        for kind, message, loader in cases:
+            with pytest.raises(kind, match=message):
+                engine.evaluate(loader)
+        assert engine.evaluate([good]) == engine.evaluate(*good)

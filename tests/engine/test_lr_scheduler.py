@@ -1,64 +1,76 @@
-"""The learning-rate scheduler across a checkpoint."""
+"""The learning-rate scheduler follows the steps that were made, also across a checkpoint."""
 
 import copy
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from small_engines import train_step
+from torch.optim.lr_scheduler import ExponentialLR
 
 import paramp
 
 
 def start():
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    engine, _, _, scheduler = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss, lr_scheduler=schedule)
+    """Everything is built by callables."""
+    engine, _, _, scheduler = paramp.initialize(
+        lambda: torch.nn.Linear(4, 4),
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        F.mse_loss,
+        lr_scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5),
+    )
     return engine, scheduler
 
 
-def train_step(engine):
-    x = torch.ones(2, 4)
-    engine.forward_backward(x, x)
-    engine.step()
-    engine.zero_grad()
+def step(engine, scheduler=None, value=1.0):
+    result = train_step(engine, torch.full((2, 4), value))
+    if scheduler is not None:
+        scheduler.step()
+    return result
 
 
-@pytest.mark.parametrize("steps_before_load", [0, 3])
-@pytest.mark.parametrize("has_stepped", [True, False])
-def test_a_step_before_the_save_counts_after_the_load_if_the_scheduler_had_not_followed_it(
-    has_stepped, steps_before_load, tmp_path
-):
+def test_the_scheduler_stands_still_while_the_optimizer_does():
+    """In windows that step, overflow, and step."""
+    with paramp.launch_from_torch({"precision": "16-mixed", "gradient_accumulation": 2}):
+        engine, scheduler = start()
+        rates = []
+        for value in (1.0, 1.0, math.inf, 1.0, 1.0, 1.0):
+            step(engine, scheduler, value)
+            rates += scheduler.get_last_lr()
+        assert rates == [1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("steps_before_load", [0, 5])
+@pytest.mark.parametrize("has_followed", [True, False])
+def test_the_schedule_goes_on_with_the_steps_of_the_checkpoint(has_followed, steps_before_load, tmp_path):
+    """Whatever was done before the load; a step that the scheduler had not followed at the save counts after it."""
     with paramp.launch_from_torch():
         engine, scheduler = start()
-        train_step(engine)
-        if not has_stepped:
-            scheduler.step()
+        step(engine, scheduler)
+        step(engine, scheduler if has_followed else None)
         engine.save(tmp_path / "saved")
         engine, scheduler = start()
-        for _ in range(steps_before_load):  # what it has done before does not matter
-            train_step(engine)
+        for _ in range(steps_before_load):
+            step(engine, scheduler)
         engine.load(tmp_path / "saved")
-        assert scheduler.get_last_lr() == [1.0 if has_stepped else 0.5]
-        scheduler.step()
-        assert scheduler.get_last_lr() == [0.5]
-        scheduler.step()
-        assert scheduler.get_last_lr() == [0.5]
+        assert scheduler.get_last_lr() == [0.25 if has_followed else 0.5]
+        for _ in range(2):
+            scheduler.step()
+            assert scheduler.get_last_lr() == [0.25]
+        assert step(engine, scheduler, math.nan).overflow
+        assert scheduler.get_last_lr() == [0.25]
+        assert step(engine, scheduler).stepped
+        assert scheduler.get_last_lr() == [0.125]
 
 
 def test_the_state_of_a_plain_scheduler_is_loaded_too():
     with paramp.launch_from_torch():
         engine, scheduler = start()
-        train_step(engine)
-        plain = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5)
+        step(engine)
+        plain = ExponentialLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 0.5)
         scheduler.load_state_dict(plain.state_dict() | {"last_epoch": 7})
         scheduler.step()
         assert scheduler.last_epoch == 7  # the engine has not stepped since
-        train_step(engine)
-        scheduler.step()
-        assert scheduler.last_epoch == 8
-
-
-def test_a_copy_has_the_attributes_of_the_wrapped_scheduler():
-    with paramp.launch_from_torch():
-        _, scheduler = start()
-        assert copy.copy(scheduler).get_last_lr() == [1.0]
+        step(engine, scheduler)
+        assert copy.copy(scheduler).last_epoch == 8

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 from reference import whole
+from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
@@ -42,20 +43,20 @@ def tied(seed: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout, tmp_path):
+def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
     expected = tied(0).state_dict()
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
-        plan = {"[02]": "colwise_gather"} if context.tp.size > 1 else None
         model = tied(seed=world.rank if context.pp.size == 1 else 0)
         if world.rank:  # the copy of another stage
             model[2].weight.data.zero_()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), plan=plan)
+        engine = engine_of(model, plan={"[02]": "colwise_gather"})
+        folder = shared_folder()
         for loaded in (False, True):
             if loaded:
-                engine.save(tmp_path / "saved")
+                engine.save(folder / "saved")
                 for tensor in engine.module.state_dict().values():
                     tensor.zero_()
-                engine.load(tmp_path / "saved")
+                engine.load(folder / "saved")
             for values in (engine.module.state_dict(), engine.full_state_dict()):
                 for name, value in values.items():
                     wide = torch.complex128 if value.is_complex() else torch.float64
@@ -64,58 +65,47 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout, t
         for layer in engine.module.children():
             if isinstance(layer, Odd):
                 layer.expanded.mul_(2.0)  # each element has memory of its own now
-        engine.forward_backward(torch.ones(2, 8), torch.ones(2, 4))
-        assert engine.step().stepped
+        assert train_step(engine, torch.ones(2, 8), torch.ones(2, 4)).stepped
 
 
 @on_ranks(2)
 def test_buffers_that_are_not_alike_are_an_error_on_every_rank(world):
     """The first rank's values would be written past the end of the others'."""
-    differ = {
-        "shape": (torch.zeros(4), torch.zeros(400)),
-        "dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.float64)),
-        "device": (torch.zeros(4), torch.zeros(4, device="meta")),
-    }
+    other = [torch.zeros(400), torch.zeros(4, dtype=torch.float64), torch.zeros(4, device="meta")]
     with paramp.launch_from_torch({"parallel": {"data": 2}}):
-        for buffers in differ.values():
+        for buffer in other:
             model = nn.Linear(2, 2)
-            model.register_buffer("table", buffers[world.rank])
+            model.register_buffer("table", buffer if world.rank else torch.zeros(4))
             message = r"model: rank 0 has \('table', .*but rank 1 has \('table', "
             with pytest.raises(paramp.ConfigError, match=message):
-                paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_a_view_of_a_buffer_stays_one_when_it_is_loaded(tmp_path):
-    with paramp.launch_from_torch():
-        model = nn.Linear(2, 2)
-        model.register_buffer("table", torch.arange(24.0).view(6, 4))
-        model.register_buffer("part", model.table[::2, 1:3])
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        engine.save(tmp_path / "saved")
-        model.table.zero_()
-        engine.load(tmp_path / "saved")
-        assert model.part[1, 0] == 9.0
-        model.table.zero_()
-        assert not model.part.any()
+                engine_of(model)
 
 
 class Table(nn.Linear):
+    """A layer with a buffer under two names, and a view of it."""
+
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__(2, 2)
         self.register_buffer("table", table)
         self.register_buffer("again", table)
+        self.register_buffer("part", table[::2, 1:3])
 
 
 @pytest.mark.parametrize("precision", ["16-naive", "bf16-true", "O2", "32-true"])
 @pytest.mark.parametrize("parallel", ["data", "tensor"])
 @on_ranks(2)
 def test_a_buffer_of_several_names_stays_one(world, precision, parallel):
-    plan = {"*": "colwise_gather"} if parallel == "tensor" else None
+    """In fp32, where nothing is converted, its views are views of it after a load too."""
     with paramp.launch_from_torch({"parallel": {parallel: 2}, "precision": precision}) as context:
-        table = torch.ones(3)
-        model = nn.Sequential(Table(table), Table(table))
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
-        buffers = [buffer for _, buffer in engine.module.named_buffers(remove_duplicate=False)]
-        assert len(buffers) == 4
-        assert all(buffer is buffers[0] for buffer in buffers)
-        assert buffers[0].dtype is context.config.precision.weights
+        table, folder = torch.arange(24.0).view(6, 4), shared_folder()
+        engine = engine_of(nn.Sequential(Table(table), Table(table)), plan={"*": "colwise_gather"})
+        engine.save(folder / "saved")
+        first = engine.module.get_submodule("0")
+        first.table.zero_()
+        engine.load(folder / "saved")
+        named = dict(engine.module.named_buffers(remove_duplicate=False))
+        assert all(buffer is first.table for name, buffer in named.items() if "part" not in name)
+        assert first.table.dtype is context.config.precision.weights
+        assert first.part[1, 0] == 9.0
+        first.table.zero_()
+        assert first.part.any() == (precision != "32-true")

@@ -7,15 +7,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, run
+from commands import ROOT, run, succeeded
 from gpu_cells import on_fake_device
 from pool import run_on_ranks
+from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
 
-SIZE = {"1": 1}
-"""Ranks of a layout; 2 if it is not here."""
 LAYOUTS = {
     "1": {},
     "dp2": {"data": 2},
@@ -24,8 +23,6 @@ LAYOUTS = {
     "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
     "fsdp2": {"data": {"shard": 2}},
 }
-
-
 OWN = ("python", "numpy")
 STREAMS = (*OWN, "torch", "stages")
 
@@ -42,12 +39,6 @@ class Draws(nn.Module):
     def forward(self, x):
         self.drawn += [torch.rand(()).item(), torch.randn(()).item()]
         return x * self.weight
-
-
-def start():
-    model = nn.Sequential(*(Draws() for _ in range(4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return paramp.initialize(model, optimizer, nn.functional.mse_loss, plan={})[0]
 
 
 def seed(number):
@@ -71,54 +62,47 @@ def draw(engine, steps):
     found = []
     for _ in range(steps):
         Draws.drawn.clear()
-        engine.forward_backward(torch.ones(4, 4), torch.zeros(4, 4))
-        engine.step()
-        engine.zero_grad()
+        train_step(engine, torch.ones(4, 4), torch.zeros(4, 4))
         found.append(draw_own() | {"stages": tuple(Draws.drawn)})
     return found
 
 
-def run_and_save(world, layout, path, wait=True):
-    """What each step draws that follows a save."""
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
-        engine = start()
-        seed(10 + world.rank)
-        draw(engine, 2)
-        engine.save(path, wait=wait)
-        place = (context.pp.rank, context.dp.rank, context.tp.rank)
-        return place, draw(engine, 3)
+def run_and_save(world, layout, path, load=None, wait=True):
+    """This rank's place, what it draws in three steps, and what its own streams draw before the load.
 
-
-def run_resumed(world, layout, path, steps=3):
-    """The same after a load by a process with other streams, and what these draw without one."""
+    It saves to ``path``, before the three steps and again after them. ``load`` is the path of a checkpoint that it
+    begins with, after a step, in a process with other streams.
+    """
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
-        engine = start()
-        seed(90 + world.rank)
+        engine = engine_of(nn.Sequential(*(Draws() for _ in range(4))), plan={})
+        start = 10 if load is None else 90
+        seed(start + world.rank)
         without = draw_own()
-        seed(90 + world.rank)
-        draw(engine, 1)
-        seed(90 + world.rank)
-        engine.load(path)
-        place = (context.pp.rank, context.dp.rank, context.tp.rank)
-        return place, draw(engine, steps), without
+        draw(engine, 2)
+        seed(start + world.rank)
+        if load is not None:
+            engine.load(load)
+        engine.save(path, wait=wait)
+        place, found = (context.pp.rank, context.dp.rank, context.tp.rank), draw(engine, 3)
+        engine.save(f"{path} later")
+        return place, found, without
 
 
 def run_both(world, layout, path, wait):
-    return run_and_save(world, layout, path, wait), run_resumed(world, layout, path)
+    saved = run_and_save(world, layout, path, wait=wait)
+    return saved[1], run_and_save(world, layout, f"{path} again", load=path)[1]
 
 
 def on(layout, body, **options):
-    return run_on_ranks(SIZE.get(layout, 2), __name__, body, {"layout": layout} | options)
+    return run_on_ranks(1 if layout == "1" else 2, __name__, body, {"layout": layout} | options)
 
 
 @pytest.mark.parametrize(("layout", "wait"), [(name, index % 2 == 0) for index, name in enumerate(LAYOUTS)])
 def test_every_stream_goes_on_in_the_same_layout(tmp_path, layout, wait):
     ranks = on(layout, "run_both", path=str(tmp_path / "saved"), wait=wait)
-    for (_, went_on), (_, resumed, _) in ranks:
-        for expected, found in zip(went_on, resumed, strict=True):
-            for stream in expected:
-                assert found[stream] == expected[stream], stream
-    drawn = {stream: [tuple(step[stream] for step in steps) for (_, steps), _ in ranks] for stream in STREAMS}
+    for went_on, resumed in ranks:
+        assert resumed == went_on
+    drawn = {stream: [tuple(step[stream] for step in steps) for steps, _ in ranks] for stream in STREAMS}
     for stream in (*OWN, "torch"):  # so that no rank has those of another one
         assert len(set(drawn[stream])) == len(ranks)
     assert len(set(drawn["stages"])) == (1 if layout == "tp2" else len(ranks))
@@ -141,56 +125,42 @@ GOES_ON = {
 
 @pytest.mark.parametrize(("before", "after"), GOES_ON)
 def test_the_streams_in_another_layout(tmp_path, before, after):
-    """As docs/checkpoints.md promises: dropout's go on where there are such, torch's begin anew, the user's stay."""
-    path = str(tmp_path / "saved")
+    """As docs/checkpoints.md promises: dropout's go on where there are such, torch's begin anew, the user's stay.
+
+    Those that begin anew depend on the steps made, or a run that is resumed twice would draw the same numbers again.
+    """
+    path, other = str(tmp_path / "saved"), str(tmp_path / "other")
     saved = on(before, "run_and_save", path=path)
-    ranks, again = (on(after, "run_resumed", path=path) for _ in range(2))
+    ranks, again, later = (on(after, "run_and_save", path=other, load=load) for load in (path, path, f"{path} later"))
     same = (before, after) == ("dp2", "fsdp2")  # every rank holds what it held
-    goes_on = {place[1]: steps for place, steps in saved if place[2] == 0 and place[0] == 0}
+    goes_on = {place[1]: steps for place, steps, _ in saved if place[2] == 0 and place[0] == 0}
     for rank, (place, resumed, without) in enumerate(ranks):
         expected = [step["stages"] for step in goes_on.get(GOES_ON[before, after].get(place[1]), [])]
         found = [step["stages"] for step in resumed]
         if expected:
             assert found == expected
         else:
-            drawn = {number for _, steps in saved for step in steps for number in step["stages"]}
+            drawn = {number for _, steps, _ in saved for step in steps for number in step["stages"]}
             assert drawn.isdisjoint(number for step in found for number in step)
         went_on = saved[rank][1][0] if same else without
         assert {stream: resumed[0][stream] for stream in OWN} == {stream: went_on[stream] for stream in OWN}
         assert resumed == again[rank][1]
+        assert not [stream for stream in ("torch", "stages") if later[rank][1][0][stream] == resumed[0][stream]]
     numbers = {steps[0]["torch"] for _, steps, _ in ranks}
     if same:
-        assert numbers == {steps[0]["torch"] for _, steps in saved}
+        assert numbers == {steps[0]["torch"] for _, steps, _ in saved}
     else:  # the same on every rank, so that shuffled loaders agree
         assert len(numbers) == 1
-        assert numbers.isdisjoint([*(without["torch"] for *_, without in ranks), *(s[0]["torch"] for _, s in saved)])
+        assert numbers.isdisjoint([*(without["torch"] for *_, without in ranks), *(s[0]["torch"] for _, s, _ in saved)])
     stages = {place[:2]: tuple(step["stages"] for step in steps) for place, steps, _ in ranks}
     assert len(set(stages.values())) == len(stages)
-
-
-def test_streams_that_begin_anew_depend_on_the_steps_made(tmp_path):
-    """Else a run that is resumed twice in another layout would draw the same numbers again."""
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    on("pp2", "save_twice", paths=[first, second])
-    ((_, one, _),), ((_, two, _),) = (on("1", "run_resumed", path=path, steps=1) for path in (first, second))
-    for stream in ("torch", "stages"):
-        assert one[0][stream] != two[0][stream], stream
-
-
-def save_twice(world, layout, paths):
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine = start()
-        for path in paths:
-            draw(engine, 1)
-            engine.save(path)
 
 
 @on_fake_device
 def test_the_streams_of_a_gpu_go_on(tmp_path):
     """The device's default generator and that of its stage; the CPU's beside them."""
     script = str(ROOT / "tests/support/scripts/streams_of_a_gpu.py")
-    result = run([sys.executable, script, str(tmp_path)], PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(run([sys.executable, script, str(tmp_path)], PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}"))
     went_on, resumed = json.loads(result.stdout)
     assert resumed == went_on
     numbers = [number for step in went_on for pair in step for number in pair]

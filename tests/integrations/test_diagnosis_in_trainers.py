@@ -3,12 +3,11 @@
 import contextlib
 import io
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from trainer_runs import run_code
+from trainer_runs import quiet, run_code
 
 import paramp
 
@@ -47,57 +46,44 @@ def dataset():
     return [{"x": torch.full((4,), 1e3 if index == 2 else 1.0), "labels": torch.ones(1)} for index in range(4)]
 
 
-def scaled(accelerator, optimizer):
-    """As with an adopted accelerator: fp16's scaler on a CPU."""
-
-    def called(*args, **kwargs):
-        optimizer._accelerate_step_called = True
-        return optimizer._optimizer_original_step_method(*args, **kwargs)
-
-    accelerator.scaler = optimizer.scaler = paramp.DistributedGradScaler("cpu", init_scale=8.0)
-    optimizer._accelerate_step_called = False
-    optimizer._optimizer_original_step_method = optimizer.optimizer.step
-    optimizer._optimizer_patched_step_method = called
+@pytest.fixture
+def accelerate():
+    yield pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate():
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    try:
-        model = Model()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        scaled(accelerator, optimizer)
-        batches = torch.utils.data.DataLoader(dataset(), batch_size=1)
-        with one_report():
-            code("train_with_accelerate")(accelerator, model, optimizer, batches, lambda batch: model(**batch)["loss"])
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+def test_accelerate(accelerate):
+    from paramp.integrations.accelerate import adopt
+
+    accelerator = adopt(accelerate.Accelerator(cpu=True, mixed_precision="fp16"))
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batches = torch.utils.data.DataLoader(dataset(), batch_size=1)
+    with one_report():
+        code("train_with_accelerate")(accelerator, model, optimizer, batches, lambda batch: model(**batch)["loss"])
 
 
-def test_hugging_face_trainer(tmp_path):
+def test_hugging_face_trainer(tmp_path, accelerate):
     transformers = pytest.importorskip("transformers")
+    from paramp.integrations.transformers import ParampTrainer
 
     class Callback(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-            scaled(trainer.accelerator, optimizer)
-
         def on_step_end(self, *args, **kwargs):
             trainer.diagnose()
 
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2, "use_cpu": True}
-    options["optim"] = "adamw_torch"  # a fused optimizer hides from Accelerate that it skips
-    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], save_strategy="no", **options)
-    kind = code("diagnosing")(transformers.Trainer)
-    trainer = kind(Model(), arguments, train_dataset=dataset(), callbacks=[Callback()])
-    trainer._get_train_sampler = lambda *_: None
-    with one_report():
-        trainer.train()
+    options |= {"fp16": True, "train_sampling_strategy": "sequential", "report_to": [], "save_strategy": "no"}
+    with quiet():
+        arguments = transformers.TrainingArguments(str(tmp_path), **options)
+        kind = code("diagnosing")(ParampTrainer)
+        trainer = kind(Model(), arguments, train_dataset=dataset(), callbacks=[Callback()])
+        with one_report():
+            trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore")  # of Lightning, on the versions of what it imports
 def test_lightning():
     lightning = pytest.importorskip("lightning")
-    plugin = SimpleNamespace(num_skipped=0, loss_scale=1.0)
+    from paramp.integrations.lightning import TrainerPrecision
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -105,22 +91,17 @@ def test_lightning():
             self.model = Model()
 
         def training_step(self, batch, index):
-            loss = self.model(**batch)["loss"]
-            self.log("loss", loss)
-            return loss
-
-        def optimizer_step(self, epoch, index, optimizer, closure):
-            loss = closure()
-            plugin.num_skipped += int(not loss.isfinite())
-            if loss.isfinite():
-                optimizer.optimizer.step()
+            return self.model(**batch)["loss"]
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
+    plugin = TrainerPrecision("16-mixed")
     callback = code("diagnosing_callback")(lightning.Callback, plugin)()
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    alone = lightning.fabric.plugins.environments.LightningEnvironment()  # does not look for MPI
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", plugins=[alone], callbacks=[callback], **quiet)
-    with one_report("model"):
-        trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), batch_size=1))
+    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    with quiet():
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", plugins=[plugin], callbacks=[callback], devices=1, **options
+        )
+        with one_report("model"):
+            trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), batch_size=1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -203,9 +204,11 @@ def name_a_batch_and_a_weight(loop, context, bad):
     kept = bias.clone()
     if context.rank == bad:
         bias[0] = NAN
-    origin = loop.step(batches()).origin
+    report = loop.step(batches())
+    origin = report.origin
     # Every rank of FSDP2 computes with the weights of all.
     assert (origin.module, origin.weight, origin.place.rank, origin.call) == ("1", "bias", alike("dp_shard")[0], 0)
+    assert "its bias is not finite itself" in str(report)
     bias.copy_(kept)
     assert loop.step(batches()) is None
 
@@ -312,6 +315,8 @@ def test_without_a_context_in_one_process_all_four_work():
     histogram = paramp.gradient_histogram(model)
     assert (histogram.counts, histogram.total) == (counts, total)
     assert paramp.check_replicas(model, loop.optimizer, loop.scaler) == []
+    model[1].weight.grad[0] = INF
+    assert [str(found.place) for found in loop.scaler.diagnose(model.named_parameters()).gradients] == ["rank 0"]
     with paramp.start_heartbeat(5.0) as heartbeat:
         assert not heartbeat.is_running
     for loss, name in (
@@ -355,12 +360,15 @@ def test_a_recorded_batch_runs_with_the_random_numbers_of_its_step():
     assert "scale or batches are not those of the step" in str(bare)
 
 
-def test_a_compiled_and_checkpointed_model_is_run_eagerly_under_its_own_names():
+def test_a_compiled_checkpointed_and_scripted_model_is_run_eagerly_under_its_own_names():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = plain_model()
     model[3].fault, model[3].value = "activation", NAN
     model[3] = checkpoint_wrapper(model[3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a FutureWarning from torch 2.15 on
+        model.append(torch.jit.script(nn.Linear(4, 4)))
     model[1].compile(backend="eager")
     compiled = torch.compile(model, backend="eager")
     report = paramp.trace_overflow(compiled, loss_of(compiled), batches(1), scale=1.0)

@@ -10,8 +10,7 @@ from reference import batches, local, small_gpt
 from small_engines import engine_of, own_part
 
 import paramp
-from paramp.base import sizes
-from paramp.observe.bit_hash import _multipliers, hash_bits
+from paramp.observe.bit_hash import hash_bits
 
 HSDP = {"data": {"replicate": 2, "shard": 2}}
 
@@ -67,17 +66,6 @@ def test_a_hash_changes_with_every_single_bit(dtype):
             octets[octet] ^= 1 << bit
     assert len(seen) == octets.numel() * 8
     assert int(expected) not in seen
-
-
-def test_a_hash_equals_the_formula_of_its_docstring(monkeypatch):
-    """In chunks as in one, in Python's integers."""
-    monkeypatch.setitem(sizes.HASHED_WORDS, "cpu", 4)
-    values = torch.randn(10, generator=torch.Generator().manual_seed(1))
-    odd = _multipliers(values.device, 4).tolist()
-    assert [number % 2 for number in odd] == [1] * 4
-    words = values.view(torch.int32).tolist()
-    expected = sum(word * odd[place % 4] * (2 * (place // 4) + 1) for place, word in enumerate(words))
-    assert int(hash_bits(values)) % 2**64 == expected % 2**64
 
 
 def test_tensors_of_any_strides_are_hashed():
@@ -209,23 +197,17 @@ def test_training_continues_after_a_repair(world, parallel):
         assert engine.check_replicas() == []
 
 
-@on_ranks(4)
 @pytest.mark.parametrize(
     ("precision", "parallel", "options"),
     [
-        ("32-true", PP2_TP2, {}),
         ("16-mixed", TP2 | {"sequence_parallel": True}, {}),
         ("16-naive", TP2 | {"zero": 1}, {}),
-        ("16-naive", {"pipeline": 2, "zero": 1}, {}),
-        ("bf16-naive", {"data": 4}, {"masters": "remainder"}),
-        ("O2", {"pipeline": 2}, {}),
-        ("bf16-true", {"tensor": 4}, {}),
-        ("16-naive", {"data": {"shard": 2}}, {}),
-        ("16-mixed", FSDP2_TP2, {}),
-        ("16-mixed", {"data": {"shard": 2}, "pipeline": 2}, {}),
+        ("bf16-naive", PP2_TP2, {"masters": "remainder"}),
+        ("16-naive", {"data": {"shard": 2}, "pipeline": 2}, {}),
         ("16-naive", HSDP, {}),
     ],
 )
+@on_ranks(4)
 def test_no_difference_is_found_without_a_fault(world, precision, parallel, options):
     """With an overflow on the way; a comparison is one all-gather of a few sums."""
     with launch(parallel, precision, check_replicas_every=2, **options):
@@ -244,8 +226,3 @@ def test_no_difference_is_found_with_deterministic_sums(world):
     for zero in (0, 1):
         with launch({"pipeline": {"size": 2, "split": ["blocks.0"]}, "zero": zero}, check_replicas_every=1):
             train(build(), 2)
-
-
-def test_a_world_of_one_compares_nothing():
-    with launch({}, check_replicas_every=1):
-        assert build().check_replicas() == []

@@ -8,7 +8,7 @@ import torch
 
 import paramp
 from paramp.observe.metrics import Metrics
-from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes, step_line
+from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes
 from paramp.tools.plot import read_run
 
 RECORD = {"step": 1, "loss": 2.5, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": 1, "lr": 0.1}
@@ -16,37 +16,27 @@ RECORD |= {"tokens_per_second": 1000.0, "step_seconds": 0.5, "memory_bytes": 3 *
 
 
 def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, capsys):
-    with Reporter(2, str(tmp_path / "new" / "folder"), enabled=True) as reporter:
-        reporter.say("hello")
-        reporter.step(RECORD)
-        reporter.step({**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0})
-    lines = [json.loads(line) for line in (tmp_path / "new" / "folder" / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{**RECORD, "grad_norm": None}, {**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0}]
-    log = (tmp_path / "new" / "folder" / "train.log").read_text()
-    assert log == capsys.readouterr().out
-    assert "hello" in log
-    assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
-
-
-def test_files_of_an_earlier_run_are_kept(tmp_path):
+    """And a line of text; files of an earlier run are kept, and other ranks write nothing."""
+    folder = tmp_path / "new" / "folder"
     for index in range(3):
-        with Reporter(1, str(tmp_path), enabled=True) as reporter:
-            reporter.step({**RECORD, "loss": float(index)})
-    files = [tmp_path / name for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")]
-    assert [json.loads(file.read_text())["loss"] for file in files] == [0.0, 1.0, 2.0]
-
-
-def test_other_ranks_write_nothing(tmp_path, capsys):
-    with Reporter(2, str(tmp_path), enabled=False) as reporter:
+        with Reporter(2, str(folder), enabled=True) as reporter:
+            reporter.say("hello")
+            reporter.step(RECORD | {"lr": float(index)})
+            reporter.step({**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0})
+    for index, name in enumerate(("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")):
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        assert lines[0] == {**RECORD, "lr": float(index), "grad_norm": None}
+        assert lines[1:] == [{**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0}]
+    log = (folder / "train.log").read_text()
+    assert capsys.readouterr().out.endswith(log)
+    assert "hello" in log
+    assert "step 1/2  loss 2.5000  scale 8  grad norm inf  skipped 1  1,000 tokens/s  3 MiB" in log
+    assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
+    with Reporter(2, str(tmp_path / "other"), enabled=False) as reporter:
         reporter.say("hello")
         reporter.step(RECORD)
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "other").exists()
     assert capsys.readouterr().out == ""
-
-
-def test_a_step_is_one_line_of_text():
-    line = step_line(RECORD, 100, 3)
-    assert line == "step   1/100  loss 2.5000  scale 8  grad norm inf  skipped 3  1,000 tokens/s  3 MiB"
 
 
 def test_memory_bytes_is_the_peak_of_this_process():

@@ -1,10 +1,12 @@
 """rounding="stochastic": its mean, its edges, and the same bits in every layout."""
 
+import functools
+
 import pytest
 import torch
-import torch.nn.functional as F
 from pool import on_ranks
-from reference import batches, local, rank_slice, small_gpt
+from reference import batches, local, small_gpt
+from small_engines import assert_same_tensors, each_raises, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
@@ -81,17 +83,23 @@ def gradients_at(step, model):
     return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in model.named_parameters()}
 
 
-def stepped(layout, mode):
-    """The weights after two steps by gradients made by hand, and what they are when each whole tensor is rounded."""
-    config = {"parallel": layout, "precision": mode, "rounding": "stochastic", "seed": 7}
+LAYOUTS = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(2)
+def test_every_layout_rounds_each_weight_by_its_index_in_the_whole_tensor(world, layout, mode):
+    """Two steps by gradients made by hand."""
+    config = {"parallel": LAYOUTS[layout], "precision": mode, "rounding": "stochastic", "seed": 7}
     with paramp.launch_from_torch(config) as context:
         model = small_gpt(num_layers=2)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.125), model.loss)
+        engine = engine_of(model, model.loss, functools.partial(torch.optim.SGD, lr=0.125))
         dtype = engine.precision.weights
         expected = {name: value.to(dtype) for name, value in small_gpt(num_layers=2).named_parameters()}
         for step, (x, y) in enumerate(batches(2)):
             whole = gradients_at(step, small_gpt(num_layers=2))
-            engine.forward_backward(*(rank_slice(one, context.dp.rank, context.dp.size) for one in (x, y)))
+            engine.forward_backward(*own_part(context, x, y))
             for name, value in engine.named_parameters():
                 tied = context.pp.size > 1 and name in TIED  # and summed over both stages
                 gradient = whole[TIED[0] if tied else name].view(value.shape) / (context.dp.size * (1 + tied))
@@ -107,26 +115,9 @@ def stepped(layout, mode):
                 drawn = random_bits(torch.arange(value.numel()), key_of(7, name), torch.tensor(step))
                 expected[name] = rounded(moved.view(-1), drawn, dtype).view(value.shape)
         assert engine.check_replicas() == []
-        return engine.full_state_dict(), expected
-
-
-def check(found, expected):
+        found = engine.full_state_dict()
     assert torch.equal(*(found[name] for name in TIED))
-    for name, value in expected.items():
-        assert torch.equal(found[name], value.float()), name
-
-
-@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
-def test_a_step_rounds_each_weight_by_its_index(mode):
-    check(*stepped({}, mode))
-
-
-@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
-@on_ranks(2)
-def test_every_layout_rounds_as_one_process(world, layout, mode):
-    layouts = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
-    check(*stepped(layouts[layout], mode))
+    assert_same_tensors({name: found[name] for name in expected}, {n: value.float() for n, value in expected.items()})
 
 
 @on_ranks(2)
@@ -135,38 +126,34 @@ def test_zero_rounds_as_without(world):
     for zero in (0, 1):
         with paramp.launch_from_torch({"parallel": {"zero": zero}, "precision": "bf16-true", "rounding": "stochastic"}):
             model = small_gpt(num_layers=2)
-            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), model.loss)
+            engine = engine_of(model, model.loss, functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4))
             for x, y in batches(2):
-                engine.forward_backward(x, y)
-                assert engine.step().stepped
+                assert train_step(engine, x, y).stepped
                 engine.zero_grad()
             states.append(engine.full_state_dict())
-    check(*states)
+    assert_same_tensors(*states)
 
 
-def start(rounding):
+def start():
     with paramp.init_module("bf16-true"):
         model = nn.Linear(64, 64, bias=False)
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return paramp.initialize(model, optimizer, lambda output, _: output.mean())[0]
+    return engine_of(model, lambda output, _: output.mean(), functools.partial(torch.optim.SGD, lr=1e-3))
 
 
 def step(engine, value=64.0):
-    engine.forward_backward(torch.full((4, 64), value), torch.zeros(4))
-    result = engine.step()
+    result = train_step(engine, torch.full((4, 64), value), torch.zeros(4))
     engine.zero_grad()
     return result
 
 
 def test_small_updates_are_not_lost_and_runs_resume(tmp_path):
-    config = {"precision": {"mode": "bf16-true", "rounding": "stochastic"}}
     with paramp.launch_from_torch({"precision": "bf16-true"}):
-        engine = start("nearest")
+        engine = start()
         step(engine)
         assert (engine.full_state_dict()["weight"] == 1).all()
-    with paramp.launch_from_torch(config):
-        engine = start("stochastic")
+    with paramp.launch_from_torch({"precision": {"mode": "bf16-true", "rounding": "stochastic"}}):
+        engine = start()
         for index in range(5):
             assert step(engine).stepped
             if index == 2:
@@ -181,21 +168,23 @@ def test_small_updates_are_not_lost_and_runs_resume(tmp_path):
         assert torch.equal(engine.full_state_dict()["weight"], weight)
 
 
-@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-naive", "O2"])
-def test_modes_with_fp32_weights_or_masters_refuse_it(mode):
-    with pytest.raises(paramp.ConfigError, match=rf"rounding: got 'stochastic', expected 'nearest'.*{mode}"):
-        paramp.Config(precision=mode, rounding="stochastic")
-    with pytest.raises(paramp.ConfigError, match="rounding: got 'up'"):
-        paramp.Config(precision="bf16-true", rounding="up")
-    assert paramp.Config(precision=mode, rounding="nearest").precision.rounding == "nearest"
-
-
-def test_other_optimizers_refuse_it():
-    with paramp.launch_from_torch({"precision": "bf16-true", "rounding": "stochastic"}):
-        model = nn.Linear(4, 4)
-        with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', which needs"):
-            paramp.initialize(model, torch.optim.RMSprop(model.parameters(), eps=1e-4), F.mse_loss)
-    model = nn.Linear(4, 4)
+def test_what_refuses_it():
     options = {"mode": "bf16-true", "rounding": "stochastic"}
-    with pytest.raises(paramp.ConfigError, match="rounding: got 'stochastic', expected 'nearest'"):
-        convert_to_amp(model, torch.optim.AdamW(model.parameters(), eps=1e-4), None, options)
+    model = nn.Linear(4, 4)
+    adamw = torch.optim.AdamW(model.parameters(), eps=1e-4)
+    calls = {
+        rf"rounding: got 'stochastic', expected 'nearest'.*{mode}": functools.partial(
+            paramp.Config, precision=mode, rounding="stochastic"
+        )
+        for mode in ("32-true", "16-mixed", "bf16-naive", "O2")
+    }
+    calls |= {
+        "rounding: got 'up'": lambda: paramp.Config(precision="bf16-true", rounding="up"),
+        "rounding: got 'stochastic', which needs": lambda: engine_of(
+            model, optimizer=functools.partial(torch.optim.RMSprop, eps=1e-4)
+        ),
+        "rounding: got 'stochastic', expected 'nearest'": lambda: convert_to_amp(model, adamw, None, options),
+    }
+    with paramp.launch_from_torch({"precision": options}):
+        each_raises(paramp.ConfigError, calls)
+    assert paramp.Config(precision="O2", rounding="nearest").precision.rounding == "nearest"

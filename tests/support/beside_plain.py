@@ -1,7 +1,5 @@
 """An engine that trains beside a plain torch loop on the whole batch, and what has to be equal of the two."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import importlib
@@ -54,9 +52,7 @@ def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, clip: float = float("inf")
-) -> None:
+def plain_step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, clip: float = float("inf")) -> None:
     """One step of a plain torch loop."""
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
@@ -66,28 +62,25 @@ def plain_step(
 
 def copy_weights(engine: paramp.Engine, plain: nn.Module) -> None:
     """Give ``plain`` the weights of a tensor-parallel engine."""
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            parameter.copy_(whole(engine.module.get_parameter(name)))
+    plain.load_state_dict({name: whole(value) for name, value in engine.module.named_parameters()}, strict=False)
 
 
 def assert_gradients(engine: Any, plain: nn.Module, atol: float = 1e-6, rtol: float = 0.0, where: str = "") -> None:
     """Of the parameters that this rank has; one without a gradient has a gradient of zero."""
     for name, parameter in engine.named_parameters():
-        given, expected = (parameter.grad, plain.get_parameter(name).grad)
-        given = torch.zeros_like(parameter) if given is None else given
-        expected = torch.zeros_like(whole(given)) if expected is None else expected
-        torch.testing.assert_close(
-            whole(given), expected, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{where} {name}: {text}"
-        )
+        expected = plain.get_parameter(name).grad
+        given = whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        _assert_close(f"{where} {name}", given, torch.zeros_like(given) if expected is None else expected, atol, rtol)
+
+
+def _assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, msg=lambda text: f"{name}: {text}")
 
 
 def assert_weights(actual: dict, expected: dict, atol: float, rtol: float = 0.0) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        _assert_close(name, actual[name], value, atol, rtol)
 
 
 def assert_moved(name: str, parameter: torch.Tensor, start: torch.Tensor, least: float) -> None:
@@ -125,8 +118,7 @@ def train_both(
 ) -> None:
     """Train both on the batches. Losses, gradient norms and weights are equal.
 
-    Args:
-        still: patterns of the names of parameters whose gradient is zero but for rounding.
+    ``still``: patterns of the names of parameters whose gradient is zero but for rounding.
     """
     stepped = optimizer(plain.parameters())
     start = {name: value.detach().clone() for name, value in plain.state_dict().items()}
@@ -149,6 +141,5 @@ def train_both(
             engine.zero_grad()
             losses.clear()
     assert_weights(engine.full_state_dict(), plain.state_dict(), atol, rtol)
-    for name in trained:
-        if not any(fnmatch.fnmatch(name, one) for one in still):
-            assert_moved(name, plain.get_parameter(name), start[name], 10 * atol)
+    for name in (one for one in trained if not any(fnmatch.fnmatch(one, pattern) for pattern in still)):
+        assert_moved(name, plain.get_parameter(name), start[name], 10 * atol)

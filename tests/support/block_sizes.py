@@ -5,33 +5,16 @@ Every test runs with :data:`SMALL`, on the pool's ranks too, but for those marke
 starts take them from :data:`VARIABLE` (``tests/support/warm.py``); those that start from cold have the real ones.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any
 
 VARIABLE = "PARAMP_TEST_SIZES"
-SMALL: dict[str, Any] = {
-    "STEP_BLOCK": {"cpu": 192, "cuda": 192},
-    "SQUARES_BLOCK": {"cpu": 96, "cuda": 96},
-    "WIDEN_BLOCK": 512,
-    "BUCKET": 2**11,
-    "KEPT": 192,
-    "APART": 256,
-    "HUGE": 2**14,
-    "SWAPPED": 256,
-    "SWAP_PIECE": 100,
-    "SUM_PIECE": 128,
-    "SAMPLED_RUN": 4,
-    "HASHED_WORDS": {"cpu": 100, "cuda": 100},
-    "COUNTED": 100,
-    "TRACE_FILE": 2**14,
-    "CHECKED_READ": 1000,
-    "TEXT_READ": 2**14,
-    "TOKENIZED": 2**12,
-    "TOKENS_READ": 1000,
-}
+SMALL: dict[str, Any] = {"WIDEN_BLOCK": 512, "BUCKET": 2**11, "KEPT": 192, "APART": 256, "HUGE": 2**14}
+SMALL |= {"SWAPPED": 256, "SWAP_PIECE": 100, "SUM_PIECE": 128, "SAMPLED_RUN": 4, "COUNTED": 100, "TRACE_FILE": 2**14}
+SMALL |= {"CHECKED_READ": 1000, "TEXT_READ": 2**14, "TOKENIZED": 2**12, "TOKENS_READ": 1000}
+for _name, _size in {"STEP_BLOCK": 192, "SQUARES_BLOCK": 96, "HASHED_WORDS": 100}.items():
+    SMALL[_name] = {"cpu": _size, "cuda": _size}
 """By name in ``paramp.base.sizes``."""
 _real: dict[str, Any] = {}
 

@@ -8,17 +8,11 @@ its first row. The list has a table for each page, and in it a line for each cla
 
 That are tests (``file::function``, the file below ``tests/`` and without its ending) and programs that print the figure
 (``benchmarks/step.py``). A sentence that promises nothing has one of :data:`KINDS` in their place.
-
-    python tests/support/claims.py docs/scaler.md    # prints a line for each claim of the page that has none
 """
-
-from __future__ import annotations
 
 import json
 import re
-import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,27 +36,22 @@ def pages() -> list[str]:
 
 def claims(page: str) -> list[str]:
     """The claims of ``page``, in their order, with blanks and links made plain."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return list(dict.fromkeys(one for one in _statements(page, text) if _claims_something(one)))
+    text = re.sub(r"^(```|~~~).*?^\1$|^#.*?$", "", (ROOT / page).read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        plain = " ".join(block.split())
+        if not plain.startswith("|"):
+            sentences = re.split(r"(?<=[.!?;])\s+(?=[A-Z`*\"(])", re.sub(r"^(?:[-*]|\d+\.) ", "", plain))
+            found += filter(_claims_something, sentences)
+        elif page not in WRITTEN_BY_A_RUN and _claims_something(plain):
+            found.append("table, any: " + " ".join(block.strip().splitlines()[0].split()))
+    return list(dict.fromkeys(found))
 
 
 def _claims_something(statement: str) -> bool:
     words = re.sub(r"`[^`]*`", "`code`", statement)
     return bool(WORDS.search(words) or NUMBER.search(words))
-
-
-def _statements(page: str, text: str) -> Iterator[str]:
-    """The sentences and tables of a page in Markdown."""
-    text = re.sub(r"^(```|~~~).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-        plain = " ".join(block.split())
-        if plain.startswith("|"):
-            if page not in WRITTEN_BY_A_RUN and _claims_something(plain):
-                yield "table, any: " + " ".join(block.strip().splitlines()[0].split())
-        elif plain:
-            yield from re.split(r"(?<=[.!?;])\s+(?=[A-Z`*\"(])", re.sub(r"^(?:[-*]|\d+\.) ", "", plain))
 
 
 def entries() -> dict[str, dict[str, list[str] | str]]:
@@ -94,9 +83,3 @@ def missing(page: str) -> list[str]:
 
 def skeleton(says: str) -> str:
     return f"{json.dumps(says, ensure_ascii=False)} = []"
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:] or pages():
-        for one in missing(name):
-            print(skeleton(one))

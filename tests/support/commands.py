@@ -1,7 +1,5 @@
 """Running the project's commands as a user does, each with a time limit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -31,8 +29,8 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    variables = {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]} | variables
-    return inherited | variables | {"PATH": os.pathsep.join([str(warm.folder()), variables["PATH"]])}
+    path = f"{warm.folder()}{os.pathsep}{variables.get('PATH', os.environ['PATH'])}"
+    return inherited | {"OMP_NUM_THREADS": "1"} | variables | {"PATH": path}
 
 
 @contextlib.contextmanager

@@ -1,13 +1,12 @@
 """What is trained with the same bits on every layout: models, their batches, optimizers and losses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pretrained
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -40,10 +39,10 @@ def next_token(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW that decays matrices only."""
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=3e-3)
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": 0.1}]
+    for parameter in model.parameters():
+        groups[parameter.ndim > 1]["params"].append(parameter)
+    return torch.optim.AdamW(groups[::-1], lr=3e-3)
 
 
 def labelled(call: int) -> Any:
@@ -51,13 +50,6 @@ def labelled(call: int) -> Any:
     drawn, _ = tokens()(call)
     labels = drawn.masked_fill(torch.rand(drawn.shape, generator=torch.Generator().manual_seed(call)) < 0.3, -100)
     return ({"input_ids": drawn, "labels": labels},)
-
-
-def hugging_face(name: str, **changes: Any) -> nn.Module:
-    """A small model of transformers with random weights."""
-    from pretrained import build
-
-    return build(name, **changes)
 
 
 def lora() -> nn.Module:
@@ -68,7 +60,7 @@ def lora() -> nn.Module:
 
         targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
         options = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=targets, init_lora_weights=False)
-        return peft.get_peft_model(hugging_face("Llama"), options)
+        return peft.get_peft_model(pretrained.build("Llama"), options)
 
 
 def output_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -100,17 +92,13 @@ class Residual(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
-        self.inner = nn.Linear(32, 32)
+        self.norm, self.dropout = nn.LayerNorm(32), nn.Dropout(0.1)
+        self.up, self.down, self.inner = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32)
         self.other = self.inner if kind == "shared module" else nn.Linear(32, 32)
         if kind == "shared parameter":
             self.other.weight = self.inner.weight
-        if kind == "frozen":
-            self.up.requires_grad_(False)
-            self.norm.requires_grad_(False)
-            self.other.requires_grad_(False)
-        self.dropout = nn.Dropout(0.1)
+        for module in (self.up, self.norm, self.other) if kind == "frozen" else ():
+            module.requires_grad_(False)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,9 +113,8 @@ class Residual(nn.Module):
 
 def own(kind: str) -> nn.Module:
     """Tokens to logits."""
-    return nn.Sequential(
-        nn.Embedding(VOCAB, 32), *(Residual(kind) for _ in range(4)), nn.LayerNorm(32), nn.Linear(32, VOCAB)
-    )
+    blocks = (Residual(kind) for _ in range(4))
+    return nn.Sequential(nn.Embedding(VOCAB, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, VOCAB))
 
 
 class Uneven(nn.Module):
@@ -136,22 +123,18 @@ class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCAB + 1, 15)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Linear(15, 7)
         self.blocks = nn.ModuleList(nn.Linear(15, 15) for _ in range(3))
-        self.frozen = nn.Linear(15, 15).requires_grad_(False)
-        self.unused = nn.Linear(15, 7)
-        self.sometimes = nn.Linear(15, 15)
+        self.frozen, self.sometimes = nn.Linear(15, 15).requires_grad_(False), nn.Linear(15, 15)
         self.head = nn.Linear(15, VOCAB + 1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens) * self.scale
-        for block in self.blocks:
+        for block in (*self.blocks, self.frozen):
             x = x + torch.tanh(block(x))
-        x = x + torch.tanh(self.frozen(x))
         if int(tokens[0, 0]) % 16 == 0:
             x = x + torch.tanh(self.sometimes(x))
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 OWN_PLAN = {"0": "vocab", "*.up": "colwise", "*.down": "rowwise", "6": "vocab_logits"}
@@ -211,7 +194,10 @@ class Task:
     """Mode -> the scale to begin with, so that the first steps overflow: three of a GPT, two of a small one."""
 
 
-LLAMA = partial(hugging_face, "Llama", num_attention_heads=8, num_key_value_heads=4)  # four tensor ranks divide both
+LLAMA = partial(
+    pretrained.build, "Llama", num_attention_heads=8, num_key_value_heads=4
+)  # four tensor ranks divide both
+GPT2_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
 SMALL = partial(gpt, num_layers=2, width=32)
 SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
 KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
@@ -237,10 +223,7 @@ TASKS = {
     "llama, dropout": Task(partial(LLAMA, attention_dropout=0.1), criterion=output_loss, calls=1),
     "llama, dropout, own loss": Task(partial(LLAMA, attention_dropout=0.1), labelled, None, calls=1),
     "llama, tied": Task(partial(LLAMA, tie_word_embeddings=True), criterion=output_loss, calls=1),
-    "qwen3": Task(partial(hugging_face, "Qwen3"), criterion=output_loss, calls=1),
-    "gpt2": Task(
-        partial(hugging_face, "GPT-2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), criterion=output_loss, calls=1
-    ),
+    "gpt2": Task(partial(pretrained.build, "GPT-2", **GPT2_DROPOUT), criterion=output_loss, calls=1),
     "lora": Task(lora, criterion=output_loss, calls=1),
     "uneven": Task(Uneven),
     "convolutional, no plan": Task(convolutional, images, F.cross_entropy, calls=1),

@@ -5,8 +5,6 @@ the loss scale and whether it was skipped; at the end a digest of each tensor of
 masters, averages and optimizer state, whole whatever the layout.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 from exact_tasks import TASKS, Task
+from matrix import ALL_LAYOUTS
 from pool import World, run_on_ranks, shared_folder
 from reference import rank_slice
 
@@ -24,30 +23,9 @@ from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.precision.policy import Precision
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1": (1, {}),
-    "tp2": (2, {"tensor": 2}),
-    "tp4": (4, {"tensor": 4}),
-    "tp2 + sp": (2, {"tensor": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline": 2}),
-    "pp2 interleaved": (2, {"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}}),
-    "pp2 zero-bubble": (2, {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble"}}),
-    "pp4": (4, {"pipeline": 4}),
-    "dp2": (2, {"data": 2}),
-    "dp4": (4, {"data": 4}),
-    "dp2 + zero1": (2, {"data": 2, "zero": 1}),
-    "dp2·tp2": (4, {"data": 2, "tensor": 2}),
-    "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
-    "pp2·dp2·tp2": (8, {"pipeline": 2, "data": 2, "tensor": 2}),
-    "fsdp2": (2, {"data": {"shard": 2}}),
-    "fsdp4": (4, {"data": {"shard": 4}}),
-    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
-    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
-    "fsdp2·tp2 + sp": (4, {"data": {"shard": 2}, "tensor": 2, "sequence_parallel": True}),
-    "pp2·fsdp2": (4, {"pipeline": 2, "data": {"shard": 2}}),
-    "pp2·fsdp2 interleaved": (4, {"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}, "data": {"shard": 2}}),
-}
-"""Name -> ranks, and the configuration's ``parallel``."""
+NAMES = ["1", "tp2", "tp4", "tp2 + sp", "pp2", "pp2 interleaved", "pp2 zero-bubble", "pp4", "dp2", "dp4", "dp2 + zero1"]
+NAMES += ["dp2·tp2", "pp2·tp2", "pp2·dp2·tp2", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2", "fsdp2·tp2 + sp", "pp2·fsdp2"]
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in [*NAMES, "pp2·fsdp2 interleaved"]}
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 
@@ -72,14 +50,7 @@ def with_high_scale(mode: str, task: str) -> Precision:
     return replace(precision, scaling=replace(precision.scaling, init_scale=scales[mode]))
 
 
-def train(
-    world: World,
-    task: str,
-    mode: str,
-    layout: str,
-    part: Part,
-    options: Mapping[str, Any],
-) -> Trace | None:
+def train(world: World, task: str, mode: str, layout: str, part: Part, options: Mapping[str, Any]) -> Trace | None:
     """A body: the trace of ``part`` on rank 0; ``options`` are further keys of the configuration."""
     config = {
         "parallel": LAYOUTS[layout][1],
@@ -117,10 +88,12 @@ class Run:
     def step(self, index: int) -> list[Any]:
         """Train one window; its losses, the norm, the scale, and whether the step was made."""
         losses = []
-        task, engine = self.task, self.engine
+        task, engine, axis = self.task, self.engine, self.axis
         calls = task.calls - task.flushed
         for call in range(calls):
-            batch = map_tensors(self._own, task.batch(index * task.calls + call))
+            batch = map_tensors(
+                lambda one: rank_slice(one, axis.rank, axis.size), task.batch(index * task.calls + call)
+            )
             losses.append(engine.forward_backward(*batch).item().hex())
             result = engine.step()
             if task.between is not None and call < calls - 1:
@@ -132,9 +105,6 @@ class Run:
         self.schedule.step()
         norm = result.grad_norm
         return [*losses, None if norm is None else float(norm).hex(), result.loss_scale, result.stepped]
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return rank_slice(tensor, self.axis.rank, self.axis.size)
 
 
 def digests(path: Any) -> dict[str, str]:
@@ -150,16 +120,9 @@ def digest(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
 
 
-def train_modes(world: World, modes: Mapping[str, int], **given: Any) -> dict[str, Trace | None]:
-    """A body: the trace of each of the ``modes`` in as many steps, one after another."""
-    return {mode: train(world, mode=mode, part=Part(0, steps), **given) for mode, steps in modes.items()}
-
-
 def trained_in_modes(task: str, modes: Mapping[str, int], layout: str) -> dict[str, Trace]:
-    """The traces of one launch of the ranks of ``layout``."""
-    given = {"task": task, "modes": modes, "layout": layout, "options": {}}
-    traces: dict[str, Trace] = run_on_ranks(LAYOUTS[layout][0], __name__, "train_modes", given)[0]
-    return traces
+    """The trace of each of the ``modes`` in as many steps, on the ranks of ``layout``."""
+    return {mode: trained(task, mode, layout, Part(0, steps)) for mode, steps in modes.items()}
 
 
 def trained(
@@ -167,8 +130,7 @@ def trained(
 ) -> Trace:
     """The trace of ``part`` on the ranks of ``layout``."""
     given = {"task": task, "mode": mode, "layout": layout, "part": part, "options": options}
-    trace: Trace = run_on_ranks(LAYOUTS[layout][0], __name__, "train", given, device, timeout)[0]
-    return trace
+    return run_on_ranks(LAYOUTS[layout][0], __name__, "train", given, device, timeout)[0]
 
 
 @functools.cache

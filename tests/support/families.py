@@ -6,8 +6,6 @@
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shlex
@@ -37,8 +35,7 @@ def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample:
         rest = [case for case in everything if case not in part]
         chosen = random.Random(f"{SEED} {name}").sample(range(len(rest)), min(sample, len(rest)))
         return [rest[index] for index in sorted(chosen)]
-    chosen = [case for case in everything if case in part]
-    if not chosen:
+    if not (chosen := [case for case in everything if case in part]):
         raise ValueError(f"the family {name!r} has no case by default, expected at least one in {list(part)}")
     return chosen
 
@@ -57,10 +54,11 @@ def offset(name: str, part: int, stride: int) -> slice:
 
 def without_a_case(items: Iterable[pytest.Item]) -> list[str]:
     """The tests of ``items``, as a run without variables collects them, of which such a run makes no case."""
-    tests: dict[str, list[bool]] = {}
+    left_out: dict[str, bool] = {}
     for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(_is_left_out(item))
-    return [name for name, left_out in tests.items() if all(left_out)]
+        name = item.nodeid.partition("[")[0]
+        left_out[name] = left_out.get(name, True) and _is_left_out(item)
+    return [name for name in left_out if left_out[name]]
 
 
 def _is_left_out(item: pytest.Item) -> bool:

@@ -4,8 +4,6 @@ FAULT is a table: ``kind`` (as in :data:`paramp.tools.verify.exact.trace.KINDS`)
 parameter), and ``nth``, the forward of that rank in which it is, or for what a step changes the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,17 +31,21 @@ def bump_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def bumped(tensor: torch.Tensor) -> torch.Tensor:
+    return bump_(tensor.clone(memory_format=torch.contiguous_format))
+
+
 class Faulty(torch.autograd.Function):
     """The identity, but for one ulp forward or backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backward: bool) -> torch.Tensor:
         ctx.backward = backward
-        return x.view_as(x) if backward else bump_(x.detach().clone(memory_format=torch.contiguous_format))
+        return x.view_as(x) if backward else bumped(x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return bump_(gradient.clone(memory_format=torch.contiguous_format)) if ctx.backward else gradient, None
+        return bumped(gradient) if ctx.backward else gradient, None
 
 
 class Fault:
@@ -85,7 +87,7 @@ def faulty_gpt() -> nn.Module:
 
     def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         if fault.kind == "backward" and fault.now("backward"):
-            output.register_hook(lambda gradient: bump_(gradient.clone(memory_format=torch.contiguous_format)))
+            output.register_hook(bumped)
         return Faulty.apply(output, False) if fault.now("forward") else None
 
     if fault.kind in ("forward", "backward"):

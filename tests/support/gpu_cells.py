@@ -4,8 +4,6 @@ A cell trains a small GPT for three steps on the fake device (:mod:`fake_cuda`):
 first rank of the layout's world and on the last one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -39,15 +37,12 @@ class Documented(NamedTuple):
     sentence: str
 
 
+ALWAYS = "Inside Fabric, Accelerate and the Trainers, torchtitan's too, it always does"
 DOCUMENTED: list[Documented] = [
     Documented(("SameBatches._check_first",), "docs/step.md", "The host waits for their bits"),
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
-    Documented(
-        ("SharedScale.step", "ParampTrainer._clip"),
-        "docs/scaler.md",
-        "Inside Fabric, Accelerate and the Trainers, torchtitan's too, it always does",
-    ),
+    Documented(("SharedScale.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),
     Documented(("ChunkRun._largest",), "docs/reproducible.md", "and the host waits for them"),
     Documented(("Replicas.check",), "docs/replicas.md", "the host reads its result"),
 ]
@@ -77,18 +72,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "matrices": {"optimizer": "matrices"},
     "replicas": {"check_replicas_every": 1},
     "exact": {"reproducible": {"chunk": 2, "slices": 2}},  # 4 chunks, as many as dualpipev needs
-    "scaler": {"program": "scaler"},
-    "scaler, fused": {"program": "scaler", "optimizer": "fused"},
     "compiled": {"compile": {"backend": "aot_eager"}},
     "compiled, selective": {"compile": {"backend": "aot_eager"}, "activation_checkpointing": "selective"},
-    "fabric": {"program": "fabric", "optimizer": "fused"},
-    "fabric, clipped": {"program": "fabric, clipped"},
-    "accelerate": {"program": "accelerate", "optimizer": "fused"},
-    "accelerate, clipped": {"program": "accelerate, clipped"},
-    "transformers": {"program": "transformers"},
-    "lightning": {"program": "lightning"},
-    "lightning, masters": {"program": "lightning, masters"},
-    "torchtitan": {"program": "torchtitan"},
+    **{name: {"program": name, "optimizer": "fused"} for name in ("fabric", "accelerate")},
+    **{name: {"program": name} for name in ("scaler", "transformers", "lightning", "torchtitan")},
+    **{name: {"program": name} for name in ("fabric, clipped", "accelerate, clipped", "lightning, masters")},
+    "scaler, fused": {"program": "scaler", "optimizer": "fused"},
 }
 """What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to how it is trained."""
 OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches", "program")
@@ -110,14 +99,14 @@ class Cell(NamedTuple):
     def job(self) -> dict[str, Any]:
         """What :mod:`train_gpu_cells` reads. A ConfigError if the feature is none of the mode and layout."""
         size, parallel = ALL_LAYOUTS[self.layout]
-        added = FEATURES[self.feature]
-        config = {key: value for key, value in added.items() if key not in OTHER_KEYS}
+        job = dict(FEATURES[self.feature])
+        config = {key: job.pop(key) for key in [*job] if key not in OTHER_KEYS}
         config |= {"parallel": parallel, "precision": self.mode}
         paramp.Config(**config)
         has_program = self.mode == "16-mixed" and self.layout in PROGRAM_LAYOUTS.get(self.feature, "1")
-        if ("pipeline" in parallel and self.feature == "own loop") or ("program" in added and not has_program):
+        if ("pipeline" in parallel and self.feature == "own loop") or ("program" in job and not has_program):
             raise ConfigError("not in a pipeline, or not in an engine")
-        return {"size": size, "config": config, **{key: added[key] for key in OTHER_KEYS if key in added}}
+        return job | {"size": size, "config": config}
 
     def is_one(self) -> bool:
         try:
@@ -127,9 +116,8 @@ class Cell(NamedTuple):
         return True
 
 
-ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) for name in SCHEDULES if name != "1f1b"}
-
-
+OTHER_SCHEDULES = [name for name in SCHEDULES if name != "1f1b"]
+ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) for name in OTHER_SCHEDULES}
 PART = [
     *(Cell("16-mixed", "tp2", "selective"), Cell("16-naive", "tp2 + sp", "full")),
     *(Cell("16-mixed", "1", "plain"), Cell("32-true", "pp2", "plain")),
@@ -150,20 +138,14 @@ def every() -> list[Cell]:
     It takes seconds to ask which can be.
     """
     cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
-    cells += [Cell(mode, name, "plain") for name in SCHEDULES if name != "1f1b" for mode in SCHEDULE_MODES]
+    cells += [Cell(mode, name, "plain") for name in OTHER_SCHEDULES for mode in SCHEDULE_MODES]
     for number, feature in enumerate(FEATURES):
-        turns = {mode: (0, (place - number) % len(MODES)) for place, mode in enumerate(MODES)}
-        able = {layout: [mode for mode in MODES if Cell(mode, layout, feature).is_one()] for layout in ALL_LAYOUTS}
-        for layout, modes in able.items():
-            if modes:
-                mode = min(modes, key=turns.__getitem__)
-                turns[mode] = (turns[mode][0] + 1, turns[mode][1])
-                cells.append(Cell(mode, layout, feature))
-        cells += [
-            Cell(mode, next(layout for layout, modes in able.items() if mode in modes), feature)
-            for mode, (times, _) in turns.items()
-            if not times and any(mode in modes for modes in able.values())
-        ]
+        first, chosen = {}, []
+        for place, layout in enumerate(ALL_LAYOUTS):
+            able = [cell for mode in MODES if (cell := Cell(mode, layout, feature)).is_one()]
+            chosen += able[(number + place) % len(able) :][:1] if able else []
+            first = {cell.mode: cell for cell in able} | first
+        cells += [*chosen, *(cell for mode, cell in first.items() if mode not in {cell.mode for cell in chosen})]
     return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
 
 
@@ -186,37 +168,28 @@ class Runs:
         self._threads.shutdown()
 
     def _run(self, cell: Cell) -> dict[str, Any]:
+        """What came of ``cell``, by rank, in this thread's process."""
         process = getattr(self._own, "process", None)
         if process is None or process.poll() is not None:
-            process = self._own.process = start()
+            own = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, PROGRAM.parent))), "OMP_NUM_THREADS": "1"}
+            own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA is in use when a cell of the exact mode begins
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | own, "text": True}
+            process = self._own.process = subprocess.Popen([sys.executable, str(PROGRAM)], **pipes)
             self._processes.append(process)
         try:
-            return ask(process, cell.job())
+            print(json.dumps(cell.job()), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
         except (OSError, ValueError) as error:
             process.kill()
             process.wait()
             raise RuntimeError(f"the process of the cell has ended: {error}") from error
 
 
-def start() -> subprocess.Popen[str]:
-    """A process that runs cells."""
-    own = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, PROGRAM.parent))), "OMP_NUM_THREADS": "1"}
-    own["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA is in use when a cell of the exact mode begins
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, str(PROGRAM)], env=os.environ | own, text=True, **pipes)
-
-
-def ask(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
-    """What came of ``job`` in ``process``."""
-    print(json.dumps(job), file=process.stdin, flush=True)
-    return json.loads(process.stdout.readline())
-
-
 def problems(result: dict[str, Any]) -> list[str]:
     """What is wrong in the outcome of a cell: on which rank, what the host waits for and where, or the error."""
     allowed = {name for row in DOCUMENTED for name in row.functions}
     found = []
-    for rank, of_rank in result["ranks"].items():
+    for rank, of_rank in result.items():
         if of_rank["error"] is not None:
             found.append(f"rank {rank} failed:\n{of_rank['error']}")
         for what, lines in of_rank["waits"]:

@@ -75,8 +75,7 @@ class Named(Lamb):
 
     def __init__(self, model, *, names):
         super().__init__([dict(model.named_parameters())[name] for name in names])
-        self.expected = len(names)
-        self.count = self.expected
+        self.count = len(names)
 
     def step(self, closure=None):
         if self.count != sum(len(group["params"]) for group in self.param_groups):

@@ -1,7 +1,5 @@
 """A transformer of one's own: masks, keyword inputs, nested inputs, dropout, and an output that has its loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,16 +1,15 @@
 """The cells of the support matrix, and its table in the README."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paramp.precision.policy import PRESETS, Precision
 
 README = Path(__file__).parents[2] / "README.md"
 
-LAYOUTS = {
+ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
     "dp2": (2, {"data": 2}),
     "tp2": (2, {"tensor": 2}),
@@ -27,9 +26,22 @@ LAYOUTS = {
     "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
     "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
     "fsdp2·tp2·pp2": (8, {"data": {"shard": 2}, "tensor": 2, "pipeline": 2}),
+    # in the support matrix up to here
+    "tp4": (4, {"tensor": 4}),
+    "pp4": (4, {"pipeline": 4}),
+    "dp4": (4, {"data": 4}),
+    "pp2 interleaved": (2, {"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}}),
+    "pp2 zero-bubble": (2, {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble"}}),
+    "pp2·fsdp2": (4, {"pipeline": 2, "data": {"shard": 2}}),
+    "pp2·fsdp2 interleaved": (4, {"pipeline": {"size": 2, "schedule": "interleaved-1f1b"}, "data": {"shard": 2}}),
+    "dp2·tp2 + zero1": (4, {"data": 2, "tensor": 2, "zero": 1}),
+    "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
+    "dp2·tp2 + sp": (4, {"data": 2, "tensor": 2, "sequence_parallel": True}),
+    "pp2·tp2 + sp": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
+    "fsdp2·tp2 + sp": (4, {"data": {"shard": 2}, "tensor": 2, "sequence_parallel": True}),
 }
 """Name -> ranks, and the configuration's ``parallel``."""
-
+LAYOUTS = dict([*ALL_LAYOUTS.items()][:16])
 MODES = list(PRESETS)
 
 
@@ -42,6 +54,7 @@ def from_small_scale(mode: str) -> Precision:
     return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
 
 
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
 ONE_AXIS = {
     "1": MODES,
     "dp2": ("O3", "16-mixed", "bf16-true", "fp8-mixed"),
@@ -62,36 +75,16 @@ SHARDED = {
     "fsdp2·tp2": ("16-naive",),
     "fsdp2·pp2": ("bf16-naive",),
     "fsdp2·tp2·pp2": ("16-mixed",),
-    "fsdp2": (
-        "32-true",
-        "64-true",
-        "O2",
-        "O3",
-        "16-true",
-        "fp8-mixed",
-        "transformer-engine",
-        "transformer-engine-float16",
-    ),
+    "fsdp2": ("32-true", "64-true", "O2", "O3", "16-true", "fp8-mixed", *TRANSFORMER_ENGINE),
 }
 PART = {(layout, mode) for layout, modes in (ONE_AXIS | MANY_AXES | SHARDED).items() for mode in modes}
 """The cells of ``make test``: every mode in one process, on a layout of one axis, of several, and on a sharded one."""
 
 HALVED = {
-    ("pp2", "32-true"),
-    ("fsdp2", "64-true"),
-    ("pp2·dp2·tp2", "16-mixed"),
-    ("fsdp2·tp2·pp2", "16-mixed"),
-    ("tp2 + sp", "bf16-mixed"),
-    ("fsdp4", "bf16-mixed"),
-    ("fsdp2·tp2", "16-naive"),
-    ("fsdp2·pp2", "bf16-naive"),
-    ("tp2", "O2"),
-    ("dp2", "O3"),
-    ("dp2 + zero1", "16-true"),
-    ("hsdp2x2", "bf16-true"),
-    ("pp2·tp2", "fp8-mixed"),
-    ("dp2·tp2", "transformer-engine"),
-    ("pp2·dp2", "transformer-engine-float16"),
+    *(("pp2", "32-true"), ("fsdp2", "64-true"), ("pp2·dp2·tp2", "16-mixed"), ("fsdp2·tp2·pp2", "16-mixed")),
+    *(("tp2 + sp", "bf16-mixed"), ("fsdp4", "bf16-mixed"), ("fsdp2·tp2", "16-naive"), ("fsdp2·pp2", "bf16-naive")),
+    *(("tp2", "O2"), ("dp2", "O3"), ("dp2 + zero1", "16-true"), ("hsdp2x2", "bf16-true"), ("pp2·tp2", "fp8-mixed")),
+    *(("dp2·tp2", "transformer-engine"), ("pp2·dp2", "transformer-engine-float16")),
 }
 """Of :data:`PART`, those that ``make test`` also trains with one rank's gradient halved: each layout and each mode."""
 
@@ -106,10 +99,19 @@ def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tup
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _place(text: str, name: str) -> tuple[int, int]:
+    """Where in ``text``, the README's, the table between the two marks of ``name`` begins and ends."""
+    start = f"<!-- {name}: written by `make matrix` -->"
+    begin = text.index(start) + len(start)
+    return begin, text.index(f"<!-- /{name} -->", begin)
+
+
 def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
-    """By row and column, the marks of the table between the two marks of ``name`` in ``text``, the README's."""
-    body = text.partition(f"<!-- {name}: written by `make matrix` -->")[2].partition(f"<!-- /{name} -->")[0]
-    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in body.strip().splitlines()]
+    """By row and column, the marks of the README's table ``name``."""
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in text[slice(*_place(text, name))].strip().splitlines()
+    ]
     return {
         (row.strip("`"), column): mark
         for row, *marks in lines[2:]
@@ -118,9 +120,6 @@ def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
 
 
 def replace_table(text: str, name: str, new: str) -> str:
-    """``text``, the README's, with the table ``new`` between the two marks of ``name``."""
-    start, end = f"<!-- {name}: written by `make matrix` -->", f"<!-- /{name} -->"
-    before, _, rest = text.partition(start)
-    _, found, after = rest.partition(end)
-    assert found, f"the README has no place for the table {name!r}"
-    return f"{before}{start}\n\n{new}\n\n{end}{after}"
+    """The README's ``text`` with the table ``new`` in the place of ``name``."""
+    begin, end = _place(text, name)
+    return f"{text[:begin]}\n\n{new}\n\n{text[end:]}"

@@ -1,18 +1,16 @@
 """``make mutants``: small mistakes are made in the package, one at a time, and the tests that meet them run.
 
 The mistakes (``mutations.py``) are drawn by a seed from all modules, in proportion to the places for them. First all
-tests run once without a mistake, and which of them meet which mistake is recorded (``probes.py``). Then a mutant is
-written into a copy of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those
-of ``tests/system`` and long ones run if no other fails.
+tests run once without a mistake, and which of them meet which mistake is recorded. Then a mutant is written into a copy
+of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those of ``tests/system``
+and long ones run if no other fails.
 
-A mutant is killed if a test fails that passes without it. One with which tests do not end in time, and none fails, has
-timed out. One that no test meets lives, as does one that the first ten minutes of its tests (``--most``) do not find.
-What the tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on
-where the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
+A mutant is killed if a test fails that has passed without it. One with which tests do not end in time, and none fails,
+has timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find. What the
+tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on where
+the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
 ``tests/mutants.toml`` does not argue to be equivalent.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -20,25 +18,26 @@ import functools
 import hashlib
 import itertools
 import json
-import queue
+import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import mutations
-import probes
 import warm
 from mutations import ROOT, Mutant
-from trees import Tree
 
 KEPT = ROOT / ".mutants"
 RECORD = KEPT / "met.json"
@@ -48,9 +47,8 @@ FACTOR, LEAST_SECONDS = 3, 40
 """A run may take as many times as long as without a mistake, and so many seconds more."""
 LONG = 20.0
 """Tests that take longer, in seconds, run after all others."""
-BATCHES = (8.0, 30.0, 120.0)
-"""The seconds of tests in the first run of pytest for a mutant, in the second, and in all others."""
-MOST_TIMEOUTS = 2
+FIRST, MOST = 8.0, 600.0
+"""The seconds of tests in the first run of pytest for a mutant, and in both."""
 TIMED_OUT = re.compile("from pytest-timeout|did not answer within")
 """What a test says that a limit of its own has ended."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.*)$", re.MULTILINE)
@@ -72,13 +70,80 @@ def _text(path: str) -> str:
     return (ROOT / path).read_text() if (ROOT / path).exists() else ""
 
 
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def _write(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".new").write_text(json.dumps(value))
     path.with_suffix(".new").replace(path)
 
 
-# ------------------------------------------------------------------------------------------------ what the tests meet
+class Tree:
+    """A copy of the tree in ``folder``, in which tests run while a module of the package is another one.
+
+    ``python`` is what ``warm.bare`` returns.
+    """
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder, self.package, self.log = folder, folder / "paramp", folder / "run.log"
+        self.stopped = False
+        self._python = python
+        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+        self._clock = time.time() - 10**6
+        for name in listed.splitlines():
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
+                os.utime(folder / name, (self._clock, self._clock))
+
+    def run(self, arguments: Iterable[str], seconds: float, **variables: str) -> tuple[str, float]:
+        """``passed``, ``failed`` or ``timeout`` of pytest with ``arguments``, and the seconds that it took."""
+        temporary = self.folder / "tmp"
+        temporary.mkdir()
+        command = [self._python, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+        command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning", *arguments]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", warm.BARE: self._python}
+        environment |= {"PARAMP_TEST_SHRINK": "0", "PARAMP_TEST_DEVICE": "cpu", "TMPDIR": str(temporary)}
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder.parent / "inductor")} | variables
+        start = time.monotonic()
+        try:
+            with open(self.log, "wb") as log:
+                options = {"stdout": log, "stderr": log, "start_new_session": True}
+                code = subprocess.run(command, cwd=self.folder, env=environment, timeout=seconds, **options).returncode
+            result = "passed" if code in (0, 5) else "failed"  # 5: no test is left
+        except subprocess.TimeoutExpired:
+            result = "timeout"
+        self.end_processes()
+        shutil.rmtree(temporary, ignore_errors=True)
+        if self.stopped:
+            raise InterruptedError("the runs were stopped")
+        return result, time.monotonic() - start
+
+    def end_processes(self) -> None:
+        """Those of a run, and what its tests have left behind: all that are in this folder."""
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(process / "cwd")).is_relative_to(self.folder.resolve()):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def changed(self, module: str, source: bytes) -> Iterator[None]:
+        """Inside, ``module`` of the package has another source."""
+        path = self.package / module
+        before = path.read_bytes()
+        try:
+            self._write(path, source)
+            yield
+        finally:
+            self._write(path, before)
+
+    def _write(self, path: Path, source: bytes) -> None:
+        path.write_bytes(source)
+        self._clock += 2  # so that compiled files of another version are not taken for this one's
+        os.utime(path, (self._clock, self._clock))
 
 
 class Met:
@@ -86,33 +151,28 @@ class Met:
 
     def __init__(self, mutants: Sequence[Mutant], files: Sequence[str]) -> None:
         self._mutants, self._files = mutants, files
-        self._names: dict[str, list[str]] = {}
-        self.seconds: dict[str, float] = {}
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-        self.is_known = record.get("hash") == self._hash()
-        if self.is_known:
-            self._names, self.seconds = record["met"], record["seconds"]
-
-    def _hash(self) -> str:
         texts = [path.read_text() for path in sorted((ROOT / "paramp").rglob("*.py"))]
-        return _hash(*texts, *map(_text, self._files), *(mutant.name for mutant in self._mutants))
+        self._hash = _hash(*texts, *map(_text, files), *(mutant.name for mutant in mutants))
+        record = _read(RECORD)
+        self.is_known = record.get("hash") == self._hash
+        self._names: dict[str, list[str]] = record["met"] if self.is_known else {}
+        self.seconds: dict[str, float] = record["seconds"] if self.is_known else {}
 
     def record(self, tree: Tree) -> str:
         """Run all tests in ``tree``, which then is of no other use, and keep what they meet. Returns how it went."""
-        probes.insert(tree.package, self._mutants, tree.folder / "met")
+        mutations.insert(tree.package, self._mutants, tree.folder / "met")
         report = tree.folder / "report.xml"
         arguments = ["--numprocesses", "2", "--dist", "loadfile", f"--junitxml={report}"]
         result, seconds = tree.run([*arguments, *self._files], 7200)
         if not report.exists():
             return f"{result} in {seconds:.0f} s\n{tree.log.read_text()[-2000:]}"
-        cases = list(ElementTree.parse(report).iter("testcase"))
-        wrong = {_name(case) for case in cases if {"failure", "error"} & {child.tag for child in case}}
-        self.seconds = {_name(case): float(case.get("time", 0)) for case in cases if _name(case) not in wrong}
-        met = probes.read(tree.folder / "met")
-        self._names = {
-            mutant.name: sorted(met[number] & self.seconds.keys()) for number, mutant in enumerate(self._mutants)
-        }
-        _write(RECORD, {"hash": self._hash(), "met": self._names, "seconds": self.seconds})
+        cases = {_name(case): case for case in ElementTree.parse(report).iter("testcase")}
+        wrong = {name for name, case in cases.items() if {"failure", "error"} & {child.tag for child in case}}
+        self.seconds = {name: float(case.get("time", 0)) for name, case in cases.items() if name not in wrong}
+        met = mutations.read(tree.folder / "met")
+        names = (mutant.name for mutant in self._mutants)
+        self._names = {name: sorted(met[number] & self.seconds.keys()) for number, name in enumerate(names)}
+        _write(RECORD, {"hash": self._hash, "met": self._names, "seconds": self.seconds})
         self.is_known = True
         left_out = f"; left out, as they fail without a mistake: {' '.join(sorted(wrong))}" if wrong else ""
         return f"{result} in {seconds:.0f} s{left_out}"
@@ -130,38 +190,16 @@ def _name(case: ElementTree.Element) -> str:
 
 def test_files(under: Sequence[str]) -> list[str]:
     """Paths of the test files in ``under``, folders or files."""
-    found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
-    return [file for file in found if any(f"{file}/".startswith(f"{one.rstrip('/')}/") for one in under)]
-
-
-def batches(tests: Sequence[Timed]) -> Iterator[list[Timed]]:
-    """Those of each run of pytest: the first is short, as most mutants fail in it."""
-    batch: list[Timed] = []
-    number = 0
-    for one in tests:
-        most = BATCHES[min(number, len(BATCHES) - 1)]
-        if batch and sum(other.seconds for other in batch) + one.seconds > most:
-            yield batch
-            batch, number = [], number + 1
-        batch.append(one)
-    if batch:
-        yield batch
-
-
-# ------------------------------------------------------------------------------------------------------------- running
+    found = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    return [str(file) for file in found if any(file.is_relative_to(one) for one in under)]
 
 
 class Results:
     """What became of each mutant: ``killed``, ``lived``, ``timed out`` or ``not covered``."""
 
-    def __init__(self, met: Met, most: float) -> None:
-        self._met = met
-        self._most = most
-        self._path = KEPT / "results.json"
-        self._kept: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._lock = threading.Lock()
-        self._killers: dict[str, Counter[str]] = {}
-        self._passing: dict[str, bool] = {}
+    def __init__(self, met: Met) -> None:
+        self._met, self._path, self._lock = met, KEPT / "results.json", threading.Lock()
+        self._kept = _read(self._path)
 
     def _hash(self, mutant: Mutant, killer: str) -> str:
         """Of what the result depends on: the test that has found the mistake, or else all that run."""
@@ -172,85 +210,61 @@ class Results:
     def _tests(self, mutant: Mutant) -> list[Timed]:
         """What is run for ``mutant``: the first of what meets it, as long as may be."""
         tests = self._met.tests(mutant)
-        ends = itertools.accumulate(one.seconds for one in tests)
-        return [one for one, end in zip(tests, ends, strict=True) if end - one.seconds < self._most]
+        return tests[: _first(tests, MOST)]
 
     def how(self, mutant: Mutant) -> str:
         """What became of ``mutant``, or "" if that is not known."""
         kept = self._kept.get(mutant.name, {})
-        return kept["how"] if "by" in kept and kept["hash"] == self._hash(mutant, kept["by"]) else ""
-
-    def _passes(self, test: str, tree: Tree) -> bool:
-        """Whether ``test`` passes without a mistake. Each that has found one is asked once."""
-        if test not in self._passing:
-            self._passing[test] = tree.run([test], LONG * FACTOR + LEAST_SECONDS)[0] == "passed"
-            if not self._passing[test]:
-                print(f"{test}: fails without a mistake, which does not count", flush=True)
-        return self._passing[test]
+        return kept["how"] if kept.get("hash") == self._hash(mutant, kept.get("by", "")) else ""
 
     def run(self, mutant: Mutant, tree: Tree) -> str:
-        """Run the tests of ``mutant``. Returns how it went."""
+        """Run the tests of ``mutant``, a few first, as most mutants fail in those. Returns how it went."""
         tests = self._tests(mutant)
-        killers = self._killers.setdefault(mutant.module, Counter())
-        known = [one for one in tests if killers[one.name] and one.seconds <= LONG]
-        tests = list(dict.fromkeys(sorted(known, key=lambda one: -killers[one.name])[:3] + tests))
-        how, killer, spent, timeouts = "lived" if tests else "not covered", "", 0.0, 0
-        source = mutant.apply(_text(f"paramp/{mutant.module}").encode())
-        for batch in batches(tests):
+        number = _first(tests, FIRST)
+        how, killer = "lived" if tests else "not covered", ""
+        for batch in filter(None, (tests[:number], tests[number:])):
             files = [one.name.partition("::")[0] for one in batch]
-            names = [one.name for one in sorted(batch, key=lambda one: files.index(one.name.partition("::")[0]))]
-            limit = LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch)
-            with tree.changed(mutant.module, source):
-                result, seconds = tree.run(["-x", "-rfE", *names], limit)
-            spent += seconds
+            names = sorted((one.name for one in batch), key=lambda name: files.index(name.partition("::")[0]))
+            with tree.changed(mutant.module, mutant.apply(_text(f"paramp/{mutant.module}").encode())):
+                result, _ = tree.run(["-x", "-rfE", *names], LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch))
             log = tree.log.read_text(errors="replace")
             if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
-                timeouts += 1
+                how = "timed out"
             elif result == "failed":
                 failed = FAILED.search(log)  # the name of a case, and a reason
                 killer = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
-                if self._passes(killer, tree):
-                    how = "killed"
-                    break
-                killer = ""
-            if timeouts:
-                how = "timed out"
-                if timeouts == MOST_TIMEOUTS:
-                    break
+                how = "killed"
+                break
         with self._lock:
-            killers[killer] += bool(killer)
-            self._kept[mutant.name] = {"hash": self._hash(mutant, killer), "how": how, "by": killer, "seconds": spent}
+            self._kept[mutant.name] = {"hash": self._hash(mutant, killer), "how": how, "by": killer}
             _write(self._path, self._kept)
-        return f"{how} in {spent:.0f} s: {mutant.name} {killer}"
+        return f"{how}: {mutant.name} {killer}"
 
 
-def in_trees(function: Callable[[Any, Tree], str], work: Sequence[Any], jobs: int) -> None:
-    """Call ``function`` with each of ``work`` and a tree, as many at a time as ``jobs``; print what it returns."""
-    if not work:
-        return
+def _first(tests: Sequence[Timed], seconds: float) -> int:
+    """How many of ``tests`` begin within so many ``seconds``."""
+    ends = itertools.accumulate(one.seconds for one in tests)
+    return sum(end - one.seconds < seconds for one, end in zip(tests, ends, strict=True))
+
+
+def run_all(results: Results, mutants: Sequence[Mutant], jobs: int) -> None:
+    """Run the tests of the ``mutants``, of as many at a time as ``jobs``, each in a tree."""
+    left = iter(enumerate(mutants, 1))
+
+    def go_on(tree: Tree) -> None:
+        for number, mutant in left:
+            print(f"{number}/{len(mutants)} {results.run(mutant, tree)}", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         python = warm.bare()
-        trees = [Tree(Path(folder) / str(number), python) for number in range(min(jobs, len(work)))]
-        free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-        for tree in trees:
-            free.put(tree)
-
-        def one(item: Any) -> str:
-            tree = free.get()
+        trees = [Tree(Path(folder) / str(number), python) for number in range(min(jobs, len(mutants)))]
+        with ThreadPoolExecutor(jobs) as threads:
             try:
-                return function(item, tree)
-            finally:
-                free.put(tree)
-
-        with ThreadPoolExecutor(len(trees)) as threads:
-            try:
-                for number, done in enumerate(as_completed([threads.submit(one, item) for item in work]), 1):
-                    print(f"{number}/{len(work)} {done.result()}", flush=True)
+                for done in [threads.submit(go_on, tree) for tree in trees]:
+                    done.result()
             except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
                 for tree in trees:
                     tree.stopped = True
-                for tree in trees:
                     tree.end_processes()
                 raise
 
@@ -266,7 +280,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", default="1", help="by which they are drawn")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of those that are drawn")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of tests: no others are run")
-    parser.add_argument("--most", type=float, default=600, help="seconds of tests that are run for a mutant")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     given = parser.parse_args(words)
     mutants = mutations.drawn(given.num, given.seed, given.only)
@@ -276,18 +289,18 @@ def main(words: Sequence[str] | None = None) -> int:
             print(met.record(Tree(Path(folder) / "tree", sys.executable)), flush=True)
     if not met.is_known:
         return 1
-    results = Results(met, given.most)
-    in_trees(results.run, [mutant for mutant in mutants if not results.how(mutant)], given.jobs)
-    how = {mutant: results.how(mutant) for mutant in mutants}
+    results = Results(met)
+    run_all(results, [mutant for mutant in mutants if not results.how(mutant)], given.jobs)
     argued = {one["mutant"] for one in tomllib.loads(ARGUED.read_text()).get("equivalent", [])}
-    counted = [mutant for mutant in mutants if how[mutant] == "killed" or mutant.name not in argued]
-    for mutant in counted:
-        if how[mutant] != "killed":
-            print(f"{how[mutant]}: {mutant.name}\n    {mutant.show(_text(f'paramp/{mutant.module}').encode())}")
+    how = {mutant: results.how(mutant) for mutant in mutants}
+    counted = {mutant: end for mutant, end in how.items() if end == "killed" or mutant.name not in argued}
+    for mutant, end in counted.items():
+        if end != "killed":
+            print(f"{end}: {mutant.name}\n    {mutant.show(_text(f'paramp/{mutant.module}').encode())}")
     wrong = [mutant.name for mutant in counted if mutant.name in argued]
     for name in wrong:
         print(f"{ARGUED.name}: {name} is argued to be equivalent, but a test fails")
-    counts = Counter(how[mutant] for mutant in counted)
+    counts = Counter(counted.values())
     killed = counts["killed"] / max(1, len(counted))
     print(
         f"{len(mutants)} mutants: {counts['killed']} killed ({killed:.1%} of those not argued about), "

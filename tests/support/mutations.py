@@ -1,114 +1,32 @@
-"""Small mistakes in the modules of the package: where they can be made.
+"""Small mistakes in the modules of the package: where they can be made, and which tests meet them.
 
 A mutant is one place in a module changed by one of five operators: a comparison or a test of membership or identity
 swapped; an operator of arithmetic swapped; a constant changed; a condition negated, or ``and`` and ``or`` swapped; a
 statement deleted. It is named by its module, function, operator and number there.
-"""
 
-from __future__ import annotations
+:func:`insert` puts a call before the statement of each, which writes down the mutant's number and the test, which
+pytest has in ``PYTEST_CURRENT_TEST``; processes that a test starts inherit it, and ranks are given it (``pool.py``). So
+one run of the tests, not much longer than without the calls, tells which of them to run for each mutant.
+"""
 
 import ast
 import copy
-import dataclasses
 import functools
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-
-
-# ----------------------------------------------------------------------------------------------------- the operators
-
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-ARITHMETIC = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
+PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+PAIRS += [(ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitOr, ast.BitAnd), (ast.And, ast.Or)]
+SWAPPED = dict(PAIRS) | {other: one for one, other in PAIRS}
+SWAPPED |= dict.fromkeys((ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult)
 
 
-def _comparison(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Compare) or type(node.ops[0]) not in COMPARISONS:
-        return False
-    node.ops = [COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
-    return True
-
-
-def _arithmetic(node: ast.AST) -> bool:
-    if not isinstance(node, (ast.BinOp, ast.AugAssign)) or type(node.op) not in ARITHMETIC:
-        return False
-    node.op = ARITHMETIC[type(node.op)]()
-    return True
-
-
-def _constant(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Constant) or not isinstance(node.value, (int, float)):
-        return False
-    if isinstance(node.value, bool):
-        node.value = not node.value
-    else:
-        node.value = node.value + 1 if isinstance(node.value, int) else node.value * 2 + 1
-    return True
-
-
-def _condition(node: ast.AST) -> bool:
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.comprehension) and node.ifs:
-        node.ifs = [ast.UnaryOp(ast.Not(), node.ifs[0]), *node.ifs[1:]]
-    elif isinstance(node, ast.BoolOp):
-        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-    else:
-        return False
-    return True
-
-
-def _deleted(node: ast.AST) -> bool:
-    """Whether ``node`` is a statement that may be left out and leaves a program that can be run."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Call)
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Subscript) for target in node.targets)
-    return isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break))
-
-
-OPERATORS: dict[str, Callable[[ast.AST], bool]] = {
-    "comparison": _comparison,
-    "arithmetic": _arithmetic,
-    "constant": _constant,
-    "condition": _condition,
-}
-"""All but the deletion: each changes a node where it applies, and says whether it does. It changes no other node."""
-CHANGED = (ast.Compare, ast.BinOp, ast.BoolOp, ast.AugAssign, ast.Constant)
-CHANGED += (ast.If, ast.IfExp, ast.While, ast.comprehension)
-"""The nodes that an operator may change."""
-
-
-# ----------------------------------------------------------------------------------------------------------- the sites
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """One mistake: ``text`` in the place of the characters from ``start`` to ``end`` of a module."""
 
     module: str
@@ -127,8 +45,31 @@ class Mutant:
         return f"paramp/{self.module}:{self.line}: {before[:90]!r} -> {self.text[:90]!r}"
 
 
-def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes directly in ``node`` where a mistake can be made, each with the name of the function it begins."""
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
+    """Of each mistake in ``node`` itself the operator, the part that is replaced, and what it is replaced by."""
+    if (
+        isinstance(node, (ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.Break))
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+        or (isinstance(node, ast.Assign) and all(isinstance(target, ast.Subscript) for target in node.targets))
+    ):
+        yield "deletion", node, ast.Pass()
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        ops = [SWAPPED[type(node.ops[0])](), *node.ops[1:]]
+        yield "comparison", node, ast.Compare(node.left, ops, node.comparators)
+    elif isinstance(node, (ast.BinOp, ast.AugAssign, ast.BoolOp)) and type(node.op) in SWAPPED:
+        changed = copy.copy(node)
+        changed.op = SWAPPED[type(node.op)]()
+        yield "condition" if isinstance(node, ast.BoolOp) else "arithmetic", node, changed
+    elif isinstance(node, ast.Constant) and isinstance(value := node.value, (int, float)):
+        new = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * 2 + 1
+        yield "constant", node, ast.Constant(new)
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)) or (isinstance(node, ast.comprehension) and node.ifs):
+        condition = node.ifs[0] if isinstance(node, ast.comprehension) else node.test
+        yield "condition", condition, ast.UnaryOp(ast.Not(), condition)
+
+
+def _walk(node: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """The nodes in ``node`` where a mistake can be made, each with the name of its function."""
     skipped: list[ast.AST | None] = []
     if isinstance(node, FUNCTION):
         skipped = [node.returns, *node.decorator_list]
@@ -140,15 +81,10 @@ def _children(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         return
     for child in ast.iter_child_nodes(node):
         if not any(child is one for one in skipped):
-            named = isinstance(child, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
-            yield child, child.name if named and child.name != "__repr__" else ""  # type: ignore[attr-defined]
-
-
-def _walk(node: ast.AST, function: str) -> Iterator[tuple[ast.AST, str]]:
-    for child, name in _children(node):
-        inner = f"{function}.{name}".strip(".") if name else function
-        yield child, inner
-        yield from _walk(child, inner)
+            named = isinstance(child, (*FUNCTION, ast.ClassDef)) and child.name != "__repr__"
+            inner = f"{function}.{child.name}".strip(".") if named else function
+            yield child, inner
+            yield from _walk(child, inner)
 
 
 @functools.cache
@@ -160,34 +96,14 @@ def sites(module: str) -> list[Mutant]:
         starts.append(starts[-1] + len(line))
     counts: Counter[tuple[str, str]] = Counter()
     found = []
-
-    def add(function: str, operator: str, node: ast.AST, text: str) -> None:
-        counts[function, operator] += 1
-        start, end = (
-            starts[getattr(node, f"{name}lineno") - 1] + getattr(node, f"{name}col_offset") for name in ("", "end_")
-        )
-        name = f"{module}:{function or 'module'}:{operator}:{counts[function, operator]}"
-        found.append(Mutant(module, name, node.lineno, start, end, text))  # type: ignore[attr-defined]
-
-    for node, function in _walk(ast.parse(source), ""):
-        if _deleted(node):
-            add(function, "deletion", node, "pass")
-        for operator, change in OPERATORS.items() if isinstance(node, CHANGED) else ():
-            changed = copy.copy(node)
-            if change(changed):
-                part, new = _smallest(node, changed)
-                text = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
-                add(function, operator, part, text)
+    for node, function in _walk(ast.parse(source)):
+        for operator, part, new in _changes(node):
+            counts[function, operator] += 1
+            name = f"{module}:{function or 'module'}:{operator}:{counts[function, operator]}"
+            text = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
+            start, end = starts[part.lineno - 1] + part.col_offset, starts[part.end_lineno - 1] + part.end_col_offset
+            found.append(Mutant(module, name, part.lineno, start, end, text))
     return found
-
-
-def _smallest(node: ast.AST, changed: ast.AST) -> tuple[ast.AST, ast.AST]:
-    """The part of ``node`` that has a place in the source of its own and holds the whole change, and the new one."""
-    if isinstance(node, ast.comprehension):
-        return node.ifs[0], changed.ifs[0]  # type: ignore[attr-defined]
-    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        return node.test, changed.test  # type: ignore[attr-defined]
-    return node, changed
 
 
 def all_sites() -> list[Mutant]:
@@ -203,3 +119,74 @@ def drawn(num: int, seed: str, only: Sequence[str] = ("",)) -> list[Mutant]:
         return hashlib.sha256(f"{seed} {mutant.name}".encode()).digest()
 
     return sorted((one for one in all_sites() if any(part in one.name for part in only)), key=place)[:num]
+
+
+# ---------------------------------------------------------------------------------------------- which tests meet them
+
+RAN = """\
+import os
+
+import torch
+
+_known = set()
+
+
+@torch.compiler.assume_constant_result
+def ran(number):
+    one = number, os.environ.get("PYTEST_CURRENT_TEST", "")
+    if one not in _known:
+        _known.add(one)
+        with open(f"{folder}/{{os.getpid()}}", "a", encoding="utf-8") as file:
+            file.write(f"{{number}} {{one[1]}}\\n")
+"""
+
+
+def insert(package: Path, mutants: Sequence[Mutant], folder: Path) -> None:
+    """Change ``package`` so that it writes into the new ``folder``, by process, which of ``mutants`` a test meets.
+
+    A mutant outside functions, whose statement runs when its module is imported, is met by each function of the module.
+    """
+    folder.mkdir()
+    (package / "ran.py").write_text(RAN.format(folder=folder))
+    for module in {mutant.module for mutant in mutants}:
+        tree = ast.parse((package / module).read_bytes())
+        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
+        numbers = [number for number, mutant in enumerate(mutants) if mutant.module == module]
+        for number, place in [(number, _place(functions, mutants[number].line)) for number in numbers]:
+            for body, statement in [place] if place else [(node.body, node.body[0]) for node in functions]:
+                call = ast.Expr(ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(number)], []))
+                body.insert(body.index(statement) + _is_docstring(statement), call)
+        is_future = [isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body]
+        first = len(is_future) - is_future[::-1].index(True) if any(is_future) else _is_docstring(tree.body[0])
+        tree.body.insert(first, ast.ImportFrom("paramp.ran", [ast.alias("ran", "__ran__")], 0))
+        (package / module).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+
+
+def _place(functions: Sequence[ast.AST], line: int) -> tuple[list[ast.stmt], ast.stmt] | None:
+    """The innermost statement with ``line`` in a function, and the list that it is in; None if it is in no function.
+
+    Of the head of a function, whose defaults count in its calls: the first of the function.
+    """
+    found = None
+    for function in functions:  # those inside others come after them
+        if function.lineno <= line <= function.end_lineno:
+            found = function.body, function.body[0]
+            lists = [getattr(node, name, ()) for node in ast.walk(function) for name in ("body", "orelse", "finalbody")]
+            for body in (one for one in lists if isinstance(one, list)):
+                found = next(((body, one) for one in body if one.lineno <= line <= one.end_lineno), found)
+    return found
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def read(folder: Path) -> dict[int, set[str]]:
+    """The test cases that met each mutant, by its number."""
+    met: dict[int, set[str]] = defaultdict(set)
+    for path in folder.iterdir():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            number, _, test = line.partition(" ")
+            if "::" in test:  # else a file was being collected
+                met[int(number)].add(test.rpartition(" (")[0])
+    return met

@@ -4,8 +4,6 @@ As on Debian, each host's name means ``127.0.1.1`` to itself, so that whoever li
 is not reached from the other.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ class Hosts:
     def __init__(self) -> None:
         self._mark = f"paramp{os.getpid()}"
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> "Hosts":
         try:
             for name in ADDRESSES:
                 _ip("netns", "add", self._namespace(name))

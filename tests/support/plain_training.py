@@ -5,9 +5,9 @@ second time, from its documentation: accumulation windows, the loss scaler's rul
 stepped, what a checkpoint holds, how averages of weights move.
 """
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,29 +20,33 @@ NUM_BLOCKS = 4
 LAST = NUM_BLOCKS + 1
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
 PLAN_OF_ENDS = {"0.proj": "colwise_gather", f"{LAST}.proj": "colwise_gather"}
-SEQUENCE_PLAN = {
-    "0": "scatter_sequence",
-    "*.up": "sequence_colwise",
-    "*.down": "sequence_rowwise",
-    **{f"{block}.norm": "sequence" for block in range(1, NUM_BLOCKS + 1)},
-    f"{LAST}": "gather_sequence",
-}
+SEQUENCE_PLAN = {"0": "scatter_sequence", "*.up": "sequence_colwise", "*.down": "sequence_rowwise"}
+SEQUENCE_PLAN |= {f"{block}.norm": "sequence" for block in range(1, NUM_BLOCKS + 1)} | {f"{LAST}": "gather_sequence"}
 GAINS = {"scalar": (), "vector": (1,), "none": None}
 """The shape of each block's own parameter. FSDP2 takes none without dims; no style of sequence parallelism fits one."""
 GAMMA = 0.9
 """By which a step of the learning-rate scheduler multiplies."""
-ALWAYS_TRAINED = f"{LAST}.norm.weight"
-"""Never frozen, so that every loss has a gradient."""
 TIED = ("0.proj.weight", f"{LAST}.proj.weight")
+NAMES = [
+    TIED[0],
+    *(f"{block}.{name}" for block in range(1, NUM_BLOCKS + 1) for name in ("norm.bias", "up.weight", "up.bias")),
+    *(f"{block}.{name}" for block in range(1, NUM_BLOCKS + 1) for name in ("down.weight", "down.bias", "gain")),
+    *(f"{LAST}.norm.bias", TIED[1]),
+]
+"""Of parameters that operations name. The last norm's weight is never frozen, so that every loss has a gradient."""
 
 
-class First(nn.Module):
-    def __init__(self) -> None:
+class End(nn.Module):
+    """The first module, or with a norm the last one."""
+
+    def __init__(self, norm: bool) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
         self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
         self.active = True
 
     def forward(self, x):
+        x = self.norm(x)
         return x + self.proj(x) if self.active else x
 
 
@@ -57,21 +61,7 @@ class Block(nn.Module):
         self.active = True
 
     def forward(self, x):
-        if not self.active:
-            return x
-        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) + self.shift
-
-
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.active = True
-
-    def forward(self, x):
-        x = self.norm(x)
-        return x + self.proj(x) if self.active else x
+        return x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) + self.shift if self.active else x
 
 
 class Planned(nn.Sequential):
@@ -83,12 +73,23 @@ class Planned(nn.Sequential):
         return (SEQUENCE_PLAN if sequence_parallel else PLAN) | (PLAN_OF_ENDS if self.ends else {})
 
 
+def plan_of(case: dict[str, Any]) -> dict[str, str] | None:
+    """What is passed for the model; None: it has plans of its own."""
+    return None if case.get("gain") == "none" else PLAN | PLAN_OF_ENDS if case["shard_ends"] else PLAN
+
+
+def randn(*shape: int, generator: torch.Generator, factor: float = 1.0) -> torch.Tensor:
+    """Multiples of 1/64, which every mode represents."""
+    return (torch.randn(shape, generator=generator) * factor * 64).round() / 64
+
+
 def build_model(case: dict[str, Any], seed: int) -> nn.Sequential:
-    """The model in fp32. Its values are multiples of 1/64, which every mode represents."""
-    tied, frozen, gain = case["tied"], case["frozen"], case.get("gain", "scalar")
-    model = (Planned if gain == "none" else nn.Sequential)(First(), *(Block(gain) for _ in range(NUM_BLOCKS)), Last())
+    """The model in fp32."""
+    gain = case.get("gain", "scalar")
+    blocks = (Block(gain) for _ in range(NUM_BLOCKS))
+    model = (Planned if gain == "none" else nn.Sequential)(End(norm=False), *blocks, End(norm=True))
     model.ends = case["shard_ends"]
-    if tied:
+    if case["tied"]:
         model[LAST].proj.weight = model[0].proj.weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -96,29 +97,27 @@ def build_model(case: dict[str, Any], seed: int) -> nn.Sequential:
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(((0.3 * noise + (tensor == 1) * 0.7) * 64).round() / 64)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        parameter.requires_grad_(name not in case["frozen"])
     return model
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "sgd-plain": torch.optim.SGD,
+    "sgd-dampened": partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
+    "adam": partial(torch.optim.Adam, eps=1e-2),
+    "adamw": partial(torch.optim.AdamW, eps=1e-2),
+    "adamw-foreach": partial(torch.optim.AdamW, eps=1e-2, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, eps=1e-2, momentum=0.5),
+    "nadam": partial(torch.optim.NAdam, eps=1e-2),
+}
 
 
 def build_optimizer(kind: str, lr: float, model: nn.Module) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "lr": lr / 2, "weight_decay": 0.0}]
-    optimizers = {
-        "sgd": lambda: torch.optim.SGD(groups, lr=lr, momentum=0.9),
-        "sgd-plain": lambda: torch.optim.SGD(groups, lr=lr),
-        "sgd-dampened": lambda: torch.optim.SGD(groups, lr=lr, momentum=0.9, dampening=0.1),
-        "adam": lambda: torch.optim.Adam(groups, lr=lr, eps=1e-2),
-        "adamw": lambda: torch.optim.AdamW(groups, lr=lr, eps=1e-2),
-        "adamw-foreach": lambda: torch.optim.AdamW(groups, lr=lr, eps=1e-2, foreach=True),
-        "rmsprop": lambda: torch.optim.RMSprop(groups, lr=lr, eps=1e-2, momentum=0.5),
-        "nadam": lambda: torch.optim.NAdam(groups, lr=lr, eps=1e-2),
-    }
-    return optimizers[kind]()
-
-
-def mean_loss(output, target):
-    return nn.functional.mse_loss(output, target)
+    return OPTIMIZERS[kind](groups, lr=lr)
 
 
 def counted_loss(output, target):
@@ -127,13 +126,13 @@ def counted_loss(output, target):
     return ((output - target).square().mean(-1) * mask).sum(), mask.sum()
 
 
-CRITERIA = {"mean": mean_loss, "counted": counted_loss}
+CRITERIA = {"mean": nn.functional.mse_loss, "counted": counted_loss}
 
 
 def batch_of(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch over all data ranks. Its values are multiples of 1/64. If the seed is negative nothing of it counts."""
+    """The batch over all data ranks. If the seed is negative nothing of it counts."""
     generator = torch.Generator().manual_seed(abs(seed))
-    x, y = ((torch.randn(BATCH, LENGTH, WIDTH, generator=generator) * 64).round() / 64 for _ in range(2))
+    x, y = (randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
     if seed < 0:
         y[..., 0] = -1.0
     return x.to(dtype), y.to(dtype)
@@ -146,7 +145,7 @@ def edited(values: torch.Tensor, kind: str, seed: int) -> torch.Tensor:
     if kind == "halve":
         return values * 0.5
     generator = torch.Generator().manual_seed(seed)
-    return ((torch.randn(values.shape, generator=generator) * 0.3 * 64).round() / 64).to(values.dtype)
+    return randn(*values.shape, generator=generator, factor=0.3).to(values.dtype)
 
 
 SURE_OVERFLOW = 2.0**40
@@ -161,35 +160,30 @@ class ScaleRule:
         self.scale = init_scale
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.min_scale, self.max_scale = min_scale, max_scale
-        self.good_steps = 0
-        self.overflows = 0
+        self.good_steps = self.overflows = 0
 
     def update(self, overflow: bool) -> None:
+        factor = 1.0
         if overflow:
             self.good_steps = 0
             self.overflows += 1
-            if self.overflows >= self.hysteresis:
-                self._move(self.scale / 2)
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.good_steps = self.overflows = 0
-            self._move(self.scale * 2)
-
-    def _move(self, scale: float) -> None:
-        self.scale = min(max(scale, self.min_scale), self.max_scale)
+            factor = 0.5 if self.overflows >= self.hysteresis else 1.0
+        else:
+            self.good_steps += 1
+            if self.good_steps == self.growth_interval:
+                self.good_steps = self.overflows = 0
+                factor = 2.0
+        if factor != 1.0:
+            self.scale = min(max(self.scale * factor, self.min_scale), self.max_scale)
 
 
 class PlainTraining:
-    """The other side of an engine, over ``dp`` parts of each batch."""
+    """The other side of an engine, over ``parts`` of each batch, one of each data rank."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
-        self.tied = case["tied"]
         self.model = build_model(case, seed=1).double()
         self.optimizer = build_optimizer(case["optimizer"], case["lr"], self.model)
-        self.criterion = CRITERIA[case["criterion"]]
-        self.accumulation = case["accumulation"]
         self.rule = None if case["scaling"] is None else ScaleRule(**case["scaling"])
         self.num_steps = self.num_skipped = self.in_a_row = 0
         self.scheduled_at = 0  # the number of steps when the scheduler last advanced
@@ -197,30 +191,18 @@ class PlainTraining:
         self.modes = {case["mode"]}  # that it was trained in
         self.way = dict.fromkeys(self.parameters(), 0.0)
         self.num_roundings = 0
-        self.hooks: dict[int, Any] = {}
-        self.begin_segment()
-
-    def begin_segment(self) -> None:
-        """A fresh engine: hooks, frozen parameters and switches are those of the beginning."""
-        for handle in self.hooks.values():
-            handle.remove()
-        self.hooks = {}
-        self.zeroed: set[str] = set()
-        self.inactive: dict[int, int | None] = {}
-        for name, parameter in self.parameters().items():
-            parameter.requires_grad_(name not in self.case["frozen"])
+        self.zeroed: set[str] = set()  # whose gradients a hook zeroes
+        self.inactive: dict[int, int | None] = {}  # modules that the forward leaves out, on a data rank or on all
         self.restart_window()
-
-    # ---------------------------------------------------------------------------------------------------- names
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
     def first_name(self, name: str) -> str:
-        return TIED[0] if self.tied and name == TIED[1] else name
+        return TIED[0] if self.is_tied(name) else name
 
     def is_tied(self, name: str) -> bool:
-        return self.tied and name in TIED
+        return self.case["tied"] and name in TIED
 
     # --------------------------------------------------------------------------------------------------- window
 
@@ -231,7 +213,7 @@ class PlainTraining:
     def drop(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.loss_sum = self.loss_weight = 0.0
-        self.forced: set[str] = set()
+        self.forced: set[str] = set()  # whose gradients were made infinite
         self.ended = False
         self.num_backwards = 0
         self.has_backward = False  # since the last call of step()
@@ -248,28 +230,28 @@ class PlainTraining:
     def switch(self, part: int, parts: int) -> None:
         """Set the switches of data rank ``part``."""
         for index, module in enumerate(self.model):
-            module.active = index not in self.inactive or (
-                self.inactive[index] is not None and self.inactive[index] % parts != part
-            )
+            off = self.inactive.get(index, "nowhere")
+            module.active = off == "nowhere" or (off is not None and off % parts != part)
 
-    def forward_backward(self, seed: int, parts: int, poisoned: int | None = None) -> float:
-        if self.ended:
-            self.drop()
+    def _losses(self, seed: int, parts: int, poisoned: int | None = None) -> Iterator[tuple[torch.Tensor, float]]:
+        """The loss of each part, and its count or 1."""
         x, y = batch_of(seed, torch.float64)
         for part, (inputs, target) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
             self.switch(part, parts)
             if part == poisoned:
                 inputs = inputs.clone()
                 inputs[0, 0, 0] = float("inf")
-            loss = self.criterion(self.model(inputs), target)
-            if isinstance(loss, tuple):
-                loss[0].backward()
-                self.loss_sum += loss[0].item()
-                self.loss_weight += loss[1].item()
-            else:
-                (loss / (parts * self.accumulation)).backward()
-                self.loss_sum += loss.item()
-                self.loss_weight += 1.0
+            loss = CRITERIA[self.case["criterion"]](self.model(inputs), target)
+            yield (loss[0], loss[1].item()) if isinstance(loss, tuple) else (loss, 1.0)
+
+    def forward_backward(self, seed: int, parts: int, poisoned: int | None = None) -> float:
+        if self.ended:
+            self.drop()
+        share = 1 if self.case["criterion"] == "counted" else parts * self.case["accumulation"]
+        for loss, weight in self._losses(seed, parts, poisoned):
+            (loss / share).backward()
+            self.loss_sum += loss.item()
+            self.loss_weight += weight
         self.num_backwards += 1
         self.has_backward = True
         return self.mean_loss()
@@ -279,14 +261,8 @@ class PlainTraining:
 
     @torch.no_grad()
     def evaluate(self, seed: int, parts: int) -> float:
-        x, y = batch_of(seed, torch.float64)
-        total = weight = 0.0
-        for part, (inputs, target) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            self.switch(part, parts)
-            loss = self.criterion(self.model(inputs), target)
-            total += float(loss[0] if isinstance(loss, tuple) else loss)
-            weight += float(loss[1]) if isinstance(loss, tuple) else 1.0
-        return total / weight if weight else float("nan")
+        losses, weights = zip(*self._losses(seed, parts), strict=True)
+        return float(sum(losses)) / sum(weights) if sum(weights) else float("nan")
 
     @torch.no_grad()
     def output(self, seed: int, part: int, parts: int) -> torch.Tensor:
@@ -298,20 +274,19 @@ class PlainTraining:
         self.num_calls += 1
         self.has_backward = False
         scale = 1.0 if self.rule is None else self.rule.scale
-        if self.num_calls < self.accumulation:
-            return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": None, "loss": None}
+        report = {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": None, "loss": None}
+        if self.num_calls < self.case["accumulation"]:
+            return report
         self.num_calls, self.ended = 0, True
         self.averages = self.averages_now()
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if not self.loss_weight and not self.forced:  # nothing was counted
             self.in_a_row = 0
-            return {"stepped": False, "overflow": False, "loss_scale": scale, "grad_norm": 0.0, "loss": float("nan")}
+            return report | {"grad_norm": 0.0, "loss": float("nan")}
         if self.case["criterion"] == "counted":
-            for gradient in gradients:
-                gradient /= self.loss_weight or 1.0
-        overflow = (
-            bool(self.forced) or scale >= SURE_OVERFLOW or not all(gradient.isfinite().all() for gradient in gradients)
-        )
+            torch._foreach_div_(gradients, self.loss_weight or 1.0)
+        finite = all(gradient.isfinite().all() for gradient in gradients)
+        overflow = bool(self.forced) or scale >= SURE_OVERFLOW or not finite
         norm = float("nan") if overflow else float(torch.stack([g.norm() for g in gradients]).norm())
         if not overflow:
             self._step(gradients, norm)
@@ -320,24 +295,19 @@ class PlainTraining:
         self.in_a_row = self.in_a_row + 1 if overflow else 0
         if self.rule is not None:
             self.rule.update(overflow)
-        loss = self.mean_loss()
-        return {"stepped": not overflow, "overflow": overflow, "loss_scale": scale, "grad_norm": norm, "loss": loss}
+        return report | {"stepped": not overflow, "overflow": overflow, "grad_norm": norm, "loss": self.mean_loss()}
 
     def _step(self, gradients: list[torch.Tensor], norm: float) -> None:
-        clip = self.case["clip"]
-        if clip is not None:
-            for gradient in gradients:
-                gradient *= min(1.0, clip / (norm + 1e-6))
+        if self.case["clip"] is not None:
+            torch._foreach_mul_(gradients, min(1.0, self.case["clip"] / (norm + 1e-6)))
         before = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
         self.optimizer.step()
         for name, parameter in self.parameters().items():
             self.way[name] += float((parameter.detach() - before[name]).norm())
         self.num_roundings += self.case["rounds_weights"]
-        decay = self.case.get("ema") or 0.0
-        weights = self.trained_weights()
-        self.averages = {
-            name: decay * average + (1 - decay) * weights[name] for name, average in self.averages_now().items()
-        }
+        decay, weights = self.case.get("ema") or 0.0, self.trained_weights()
+        averages = self.averages_now().items()
+        self.averages = {name: decay * average + (1 - decay) * weights[name] for name, average in averages}
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """Copies of those that were not frozen when the engine was made."""
@@ -350,12 +320,10 @@ class PlainTraining:
     @torch.no_grad()
     def evaluate_averages(self, seed: int, parts: int) -> float:
         """The loss of a batch with the averages in the place of the weights."""
-        kept, weights = self.trained_weights(), self.parameters()
-        for name, average in self.averages_now().items():
-            weights[name].copy_(average)
+        kept = self.trained_weights()
+        self.model.load_state_dict(self.averages_now(), strict=False)
         loss = self.evaluate(seed, parts)
-        for name, value in kept.items():
-            weights[name].copy_(value)
+        self.model.load_state_dict(kept, strict=False)
         return loss
 
     def schedule(self) -> None:
@@ -375,7 +343,7 @@ class PlainTraining:
     def snapshot(self) -> dict[str, Any]:
         counts = ("num_steps", "num_skipped", "in_a_row", "scheduled_at", "num_roundings", "way", "rule", "modes")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "mode": self.case["mode"]}
-        state["averages"] = self.averages_now()
+        state |= {"averages": self.averages_now()}
         return copy.deepcopy(state | {name: getattr(self, name) for name in counts})
 
     def load_weights(self, state: dict[str, Any]) -> None:
@@ -390,9 +358,9 @@ class PlainTraining:
         mode, own = self.case["mode"], self.rule
         if mode not in state["modes"]:
             state["num_roundings"] += self.case["half"]
-        if mode != state["mode"] and own is not None and (saved := state["rule"]) is not None:
-            own.scale, own.good_steps, own.overflows = saved.scale, saved.good_steps, saved.overflows
         if mode != state.pop("mode"):
+            if own is not None and (saved := state["rule"]) is not None:
+                own.scale, own.good_steps, own.overflows = saved.scale, saved.good_steps, saved.overflows
             state["rule"] = own
             state["modes"].add(mode)
         self.model.load_state_dict(state.pop("model"))

@@ -8,12 +8,10 @@ failure or a hang ends the pool's processes; the next test starts new ones.
 share one, over gloo); elsewhere there is no such case. Two variables of the environment choose otherwise:
 
 - ``PARAMP_TEST_DEVICE``: ``cpu`` leaves the GPU cases out and hides the GPUs, ``cuda`` runs only the GPU cases of tests
-  that have both. Empty: both. Tests without ``cuda=True`` make CPU tensors and run on the CPU over gloo in any case.
+  that have both. Tests without ``cuda=True`` run on the CPU over gloo in any case.
 - ``PARAMP_TEST_BACKEND``: what ranks on GPUs talk over, ``gloo`` (also if empty) or ``nccl``. NCCL refuses two ranks on
   one GPU, so that tests of more ranks than there are GPUs are skipped.
 """
-
-from __future__ import annotations
 
 import functools
 import gc
@@ -43,13 +41,11 @@ TIMEOUT = 240.0
 """Seconds that a body may take before its ranks are ended."""
 GRACE = 3.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
-MOST_THREADS = 150
-"""Of a rank, above which its pool is ended: before torch 2.13 a closed group keeps gloo's thread, which polls."""
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[tuple[int, str], "RankPool"] = {}
 
 
 @dataclass(frozen=True)
@@ -71,23 +67,22 @@ class Choice:
     """Of the ranks on GPUs."""
 
     @staticmethod
-    def of(environment: Mapping[str, str], num_gpus: int) -> Choice:
+    def of(environment: Mapping[str, str], num_gpus: int) -> "Choice":
         """The choice in ``environment`` on a machine with ``num_gpus``.
 
         Raises:
             ValueError: a value that is not known, or that this machine cannot serve.
         """
-        device, backend = (environment.get(name, "") for name in ("PARAMP_TEST_DEVICE", "PARAMP_TEST_BACKEND"))
-        if device not in ("", "cpu", "cuda"):
-            raise ValueError(f"PARAMP_TEST_DEVICE: got {device!r}, expected cpu, cuda, or nothing for both")
-        if backend not in ("", "gloo", "nccl"):
-            raise ValueError(f"PARAMP_TEST_BACKEND: got {backend!r}, expected gloo, nccl, or nothing for gloo")
-        if device == "cuda" and not num_gpus:
-            raise ValueError("PARAMP_TEST_DEVICE: got 'cuda', but torch sees no GPU on this machine")
+        given = {}
+        for name, known in (("PARAMP_TEST_DEVICE", ("cpu", "cuda")), ("PARAMP_TEST_BACKEND", ("gloo", "nccl"))):
+            given[name] = value = environment.get(name, "")
+            if value not in ("", *known):
+                raise ValueError(f"{name}: got {value!r}, expected {', '.join(known)}, or nothing")
+            if value in ("cuda", "nccl") and not num_gpus:
+                raise ValueError(f"{name}: got {value!r}, but torch sees no GPU on this machine")
+        device, backend = given.values()
         if backend == "nccl" and device == "cpu":
             raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', which moves GPU tensors only; leave one of the two out")
-        if backend == "nccl" and not num_gpus:
-            raise ValueError("PARAMP_TEST_BACKEND: got 'nccl', but torch sees no GPU on this machine")
         devices = (device,) if device else ("cpu", "cuda") if num_gpus else ("cpu",)
         return Choice(devices, backend or "gloo")
 
@@ -109,9 +104,7 @@ def choice() -> Choice:
 
 class RankPool:
     def __init__(self, size: int, device: str) -> None:
-        self.size = size
-        self.device = device
-        self.backend = choice().backend_of(device)
+        self.size, self.device, self.backend = size, device, choice().backend_of(device)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._store = ""
@@ -124,39 +117,28 @@ class RankPool:
         for connection in self._connections:
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
             connection.send((module, name, kwargs, block_sizes.are_small(), test))
-        replies: dict[int, tuple[str, Any]] = {}
-        order: list[int] = []
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        values, failed = [None] * self.size, []
         deadline = time.monotonic() + timeout
-        while len(replies) < self.size:
-            open_ = {self._connections[rank]: rank for rank in range(self.size) if rank not in replies}
-            ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
+        while waiting and (ready := wait([*waiting], timeout=max(0.0, deadline - time.monotonic()))):
             for connection in ready:
-                rank = open_[connection]  # type: ignore[index]
+                rank = waiting.pop(connection)
                 try:
-                    replies[rank] = connection.recv()  # type: ignore[union-attr]
+                    at, failure, values[rank] = connection.recv()
                 except EOFError:
-                    replies[rank] = ("failed", (time.time(), "the process died"))
-                order.append(rank)
-                if replies[rank][0] == "failed":
+                    at, failure = time.time(), "the process died"
+                if failure:
+                    failed.append(("SystemExit" in failure, at, rank, failure))  # another one tells what happened
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failed = sorted(
-            ("SystemExit" in value[1], value[0], rank)  # a rank that ends quietly leaves the report to another
-            for rank, (kind, value) in replies.items()
-            if kind == "failed"
-        )
-        if failed or len(replies) < self.size:
+        if failed or waiting:
             self.close()
-            if failed:
-                rank = failed[0][2]
-                raise AssertionError(f"rank {rank} of {self.size} failed first:\n{replies[rank][1][1]}")
-            silent = sorted(set(range(self.size)) - set(replies))
+        if failed:
+            *_, rank, failure = min(failed)
+            raise AssertionError(f"rank {rank} of {self.size} failed first:\n{failure}")
+        if waiting:
+            silent = sorted(waiting.values())
             raise AssertionError(f"ranks {silent} of {self.size} did not answer within {timeout:g} s")
-        values, num_threads = zip(*(replies[rank][1] for rank in range(self.size)), strict=True)
-        if max(num_threads) > MOST_THREADS:
-            self.close()
-        return list(values)
+        return values
 
     def _start(self) -> None:
         # A process that is forked from one whose imports asked for the GPU cannot use it.
@@ -211,13 +193,8 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
         # this a mesh would take LOCAL_RANK's, which there may not be.
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",  # never used: the process group is there already
-    }
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the process group is there already
     world = World(rank, size, device)
     while True:
         try:
@@ -229,10 +206,9 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             function = getattr(importlib.import_module(module), name)
             body = getattr(function, "body", function)
             os.environ["PYTEST_CURRENT_TEST"] = test  # as in the process of the test
-            value = body(world, **kwargs)
-            connection.send(("done", (value, _num_threads())))
+            connection.send((0.0, "", body(world, **kwargs)))
         except BaseException:
-            connection.send(("failed", (time.time(), traceback.format_exc())))
+            connection.send((time.time(), traceback.format_exc(), None))
         finally:
             from paramp.base.dtensor import forget_sharding_decisions
             from paramp.distributed.context import current_context
@@ -243,16 +219,8 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
                 dist.destroy_process_group(group)
             forget_sharding_decisions()
-            # Engines are cycles. Until they are collected, each one's groups keep gloo's threads, which poll: after
-            # some hundred bodies those of idle ranks took half of the machine.
-            gc.collect()
+            gc.collect()  # engines are cycles, which keep groups and so gloo's threads, which poll
             gc.freeze()  # what is left are modules, which need not be gone through every time
-
-
-def _num_threads() -> int:
-    """Of this process, Python's and others'; 0 where the system does not tell."""
-    tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def on_ranks(size: int, cuda: bool = False):
@@ -267,13 +235,9 @@ def on_ranks(size: int, cuda: bool = False):
 
         test.body = body
         del test.__wrapped__
-        if not cuda:
-            test.__signature__ = inspect.Signature(parameters)
-            return test
-        test.__signature__ = inspect.Signature(
-            [*parameters, inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY)]
-        )
-        return on_each_device(test)
+        device = [inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY)] if cuda else []
+        test.__signature__ = inspect.Signature([*parameters, *device])
+        return on_each_device(test) if cuda else test
 
     return decorate
 
@@ -292,8 +256,7 @@ def run_on_ranks(
     reason = choice().why_not(size, device, torch.cuda.device_count())
     if reason is not None:
         pytest.skip(reason)
-    pool = _pools.setdefault((size, device), RankPool(size, device))
-    return pool.run(module, name, kwargs, timeout)
+    return _pools.setdefault((size, device), RankPool(size, device)).run(module, name, kwargs, timeout)
 
 
 def shared_folder() -> Path:

@@ -1,7 +1,5 @@
 """Small random models of Hugging Face families, their padded batches, and a plain torch loop on each."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Iterator
@@ -17,6 +15,13 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {**SIZES, **HEADS, **TOKENS, "max_position_embeddings": 32}
 VIT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 8}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, **TOKENS}
+GPT2 |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "feed_forward_proj": "gated-gelu"}
+WHISPER = {"d_model": 32, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "num_mel_bins": 8}
+WHISPER |= {"max_source_positions": 8, "classifier_proj_size": 16, "num_labels": 10, "vocab_size": VOCAB, **TOKENS}
+WHISPER |= {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "activation_dropout": 0.0}
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 IMAGE_TOKEN = VOCAB - 1
 
@@ -28,31 +33,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Phi3": ("phi3", "Phi3ForCausalLM", {**DECODER, "original_max_position_embeddings": 32}),
     "Gemma2": ("gemma2", "Gemma2ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 4}),
     "Gemma3": ("gemma3", "Gemma3ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 4}),
-    "GPT-2": (
-        "gpt2",
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
-        | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        | TOKENS,
-    ),
+    "GPT-2": ("gpt2", "GPT2LMHeadModel", GPT2),
     "GPT-NeoX": ("gpt_neox", "GPTNeoXForCausalLM", {**SIZES, **TOKENS, "num_attention_heads": 4}),
     "Mixtral": ("mixtral", "MixtralForCausalLM", {**DECODER, "num_local_experts": 4}),
     "BERT": ("bert", "BertForMaskedLM", {**SIZES, **NO_DROPOUT, "num_attention_heads": 4, "pad_token_id": 0}),
     "ViT": ("vit", "ViTForImageClassification", {**VIT, **NO_DROPOUT, "patch_size": 2, "num_labels": 10}),
-    "T5": (
-        "t5",
-        "T5ForConditionalGeneration",
-        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-        | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0, "feed_forward_proj": "gated-gelu"},
-    ),
-    "Whisper": (
-        "whisper",
-        "WhisperForAudioClassification",
-        {"d_model": 32, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "num_mel_bins": 8}
-        | {"max_source_positions": 8, "classifier_proj_size": 16, "num_labels": 10, "vocab_size": VOCAB}
-        | {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "activation_dropout": 0.0}
-        | TOKENS,
-    ),
+    "T5": ("t5", "T5ForConditionalGeneration", T5),
+    "Whisper": ("whisper", "WhisperForAudioClassification", WHISPER),
     "LLaVA": ("llava", "LlavaForConditionalGeneration", {"image_token_index": IMAGE_TOKEN}),
 }
 """By the name in the docs: the module in transformers, the class, the options of its configuration.
@@ -95,8 +82,7 @@ def _configuration(folder: str, kind: Any, options: dict[str, Any]) -> Any:
 def batches(family: str, count: int) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of keyword inputs with ``labels``; those with tokens are padded on the right, to different lengths."""
     generator = torch.Generator().manual_seed(3)
-    for _ in range(count):
-        yield _batch(family, generator)
+    return (_batch(family, generator) for _ in range(count))
 
 
 def _batch(family: str, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -1,8 +1,7 @@
 """What runs are compared with: a small GPT, its batches, a plain loop, and how far two runs of a mode may be apart."""
 
-from __future__ import annotations
-
 import functools
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,8 +14,6 @@ SMALL = GPTConfig(num_layers=4, num_heads=4, width=32, max_seq_len=16, vocab_siz
 
 
 def small_gpt(seed: int = 7, **changes: object) -> GPT:
-    from dataclasses import replace
-
     torch.manual_seed(seed)
     model = GPT(replace(SMALL, **changes))
     with torch.no_grad():  # norms and biases that do nothing would hide mistakes in their gradients
@@ -63,8 +60,7 @@ def plain_fp32_training(steps: int, num_layers: int = 4, clip: float | None = 1.
     losses = []
     for x, y in batches(steps):
         optimizer.zero_grad()
-        logits = model(x)
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -118,13 +114,12 @@ UNITS_WEIGHTS = 32
 """Allowed relative distance of a weight's way, in rounding errors: 1.6 % for fp16, 12.5 % for bf16. 3 to 6 units are
 measured where weights or masters are in fp32, up to 28 where the weights themselves are rounded at each step, and 25 in
 fp32 and fp64, where nothing but the order of sums differs."""
-UNITS_WEIGHTS_FLOAT8 = 6
-"""The same where linear layers multiply in float8: up to 5.4 are measured. A gradient of half the size is 8 away."""
 UNITS_TOGETHER = 16
 """Of all weights' ways as one vector, in which the errors of small tensors average out: up to 6 are measured in half
 precision and 10 in fp32 and fp64. Where one rank's gradient was halved, 41 or more are."""
-UNITS_TOGETHER_FLOAT8 = 3
-"""The same in float8: up to 2.7 are measured, and 3.2 or more where one rank's gradient was halved, of eight."""
+UNITS_FLOAT8 = (6, 3)
+"""Both where linear layers multiply in float8: up to 5.4 and 2.7 are measured. A gradient of half the size is 8 away,
+and 3.2 or more where one rank's gradient was halved, of eight."""
 UNITS_LOSS = 0.25
 """Of a loss, in reduced precision; it is an average over many tokens."""
 UNITS_LOSS_FP32 = 8
@@ -139,12 +134,12 @@ def rounding(precision) -> float:
 
 def allowed_units(precision) -> float:
     """For :func:`units_apart`."""
-    return UNITS_WEIGHTS if Precision.parse(precision).float8 is None else UNITS_WEIGHTS_FLOAT8
+    return UNITS_WEIGHTS if Precision.parse(precision).float8 is None else UNITS_FLOAT8[0]
 
 
 def allowed_together(precision) -> float:
     """For :func:`units_together`."""
-    return UNITS_TOGETHER if Precision.parse(precision).float8 is None else UNITS_TOGETHER_FLOAT8
+    return UNITS_TOGETHER if Precision.parse(precision).float8 is None else UNITS_FLOAT8[1]
 
 
 def train_engine(
@@ -154,8 +149,7 @@ def train_engine(
 
     At the step ``overflow_at`` one gradient of the last rank is infinite.
     """
-    model = build()
-    optimizer = optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
+    model, optimizer = build(), optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     engine, *_ = paramp.initialize(model, optimizer(model.parameters()), loss)
     losses = []
@@ -163,9 +157,8 @@ def train_engine(
         x, y = (rank_slice(t, context.batch_axis.rank, context.batch_axis.size) for t in (x, y))
         losses.append(engine.forward_backward(x, y).item())
         gradients = [parameter.grad for _, parameter in engine.named_parameters()]
-        if context.rank == halve_on_rank:
-            for gradient in gradients:
-                gradient.mul_(0.5)
+        for gradient in gradients if context.rank == halve_on_rank else ():
+            gradient.mul_(0.5)
         if step == overflow_at and context.rank == context.world_size - 1:
             local(gradients[0]).view(-1)[0] = float("inf")
         result = engine.step()
@@ -175,26 +168,16 @@ def train_engine(
     return losses, {name: value - start[name] for name, value in engine.full_state_dict().items()}
 
 
-def train_mode(build, loss, steps, precision, parallel, *, halve_on_rank=None, **options):
-    """:func:`train_engine` in a context of its own."""
-    config = {"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0}
-    with paramp.launch_from_torch(config, **options) as context:
-        return train_engine(context, build, loss, steps, halve_on_rank=halve_on_rank)
-
-
 def units_apart(actual, expected, precision):
     """The largest relative distance of a weight's way, in rounding errors of the mode's dtype."""
-    ways = [((actual[1][name] - way).norm() / way.norm()).item() for name, way in expected[1].items()]
-    return max(ways) / rounding(precision)
+    ways = expected[1].items()
+    return max(((actual[1][name] - way).norm() / way.norm()).item() for name, way in ways) / rounding(precision)
 
 
 def units_together(actual, expected, precision):
     """The same of all weights' ways as one vector."""
-    apart, way = (
-        torch.stack([one.norm() for one in ways]).norm().item()
-        for ways in ([actual[1][name] - way for name, way in expected[1].items()], expected[1].values())
-    )
-    return apart / way / rounding(precision)
+    apart = torch.nn.utils.get_total_norm([actual[1][name] - way for name, way in expected[1].items()])
+    return (apart / torch.nn.utils.get_total_norm(expected[1].values())).item() / rounding(precision)
 
 
 def assert_losses_follow(actual, expected, precision, units=UNITS_LOSS):
@@ -211,8 +194,7 @@ def assert_losses_follow(actual, expected, precision, units=UNITS_LOSS):
 def assert_follows(actual, expected, precision, **tolerance):
     """``actual`` is within the tolerance of ``expected``, each as :func:`train_engine` returns it."""
     assert_losses_follow(actual[0], expected[0], precision, **tolerance)
-    way = units_apart(actual, expected, precision)
-    allowed = allowed_units(precision)
+    way, allowed = units_apart(actual, expected, precision), allowed_units(precision)
     assert way <= allowed, f"weights {way:.2f} units apart, allowed {allowed}"
     way, allowed = units_together(actual, expected, precision), allowed_together(precision)
     assert way <= allowed, f"all weights together {way:.2f} units apart, allowed {allowed}"

@@ -1,7 +1,5 @@
 """What a rank does in a segment of a random sequence: each operation on an engine and on the plain training."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -10,19 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain_training import (
-    CRITERIA,
-    GAMMA,
-    PLAN,
-    PLAN_OF_ENDS,
-    PlainTraining,
-    Planned,
-    batch_of,
-    build_model,
-    build_optimizer,
-    edited,
-)
+from plain_training import CRITERIA, GAMMA, PlainTraining, batch_of, build_model, build_optimizer, edited, plan_of
 from pool import World
+from reference import local
 from sequences import Case
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -42,9 +30,10 @@ class Failing(Exception):
 class Criterion:
     """The case's criterion, which fails at its call ``fail_at`` if that is not None."""
 
+    fail_at: int | None = None
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.fail_at: int | None = None
 
     def __call__(self, output, target):
         if self.fail_at is not None:
@@ -58,10 +47,6 @@ def zero_gradient(parameter: torch.nn.Parameter) -> None:
     parameter.grad.zero_()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """What a rank holds of ``whole`` where it holds ``like`` of it: data ranks divide what a tensor rank has."""
     for axis, placement in reversed([*enumerate(getattr(like, "placements", ()))]):
@@ -71,6 +56,12 @@ def local_part(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             index = like.device_mesh.get_local_rank(axis)
             whole = parts[index] if index < len(parts) else whole.narrow(dim, 0, 0)
     return whole
+
+
+def like(whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """``whole``, sharded as ``held`` is."""
+    new = whole.to(held.dtype)
+    return distribute_tensor(new, held.device_mesh, held.placements) if isinstance(held, DTensor) else new
 
 
 def run_segment(world: World, case: Case, begin: str | None, end: str, last: bool, start: int) -> str | None:
@@ -88,39 +79,32 @@ def run_segment(world: World, case: Case, begin: str | None, end: str, last: boo
         "compile": {"backend": "eager"} if case.get("compile") else False,
         "reproducible": {"chunk": 1, "slices": 4} if case.get("exact") else False,
     }
+    operations = [["check"], *case["operations"], *([] if last else [["save_end"]])]
     with _warnings_of(case), paramp.launch_from_torch(config, device="cpu") as context:
         runner = SegmentRunner(world, case, context, begin, end)
-        index, operation = start - 1, ["begin"]
-        try:
-            runner.check()
-            found = runner.agreed()
-            for index, operation in enumerate(case["operations"], start):
-                if found:
-                    break
-                getattr(runner, operation[0])(*operation[1:])
+        for index, (name, *arguments) in enumerate(operations, start - 1):
+            where = f"at operation {index}, {[name, *arguments]}"
+            try:
+                getattr(runner, name)(*arguments)
                 runner.check()
                 found = runner.agreed()
-                if found:
-                    return f"at operation {index}, {operation}: {found}"
-            if not found and not last:
-                operation = ["reload"]
-                runner.save_end()
-                found = runner.agreed()
-        except Exception as error:
-            raise AssertionError(f"at operation {index}, {operation}: {type(error).__name__}: {error}") from error
-    return found and f"at operation {index}, {operation}: {found}"
+            except Exception as error:
+                raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+            if found:
+                return f"{where}: {found}"
+    return None
 
 
 @contextmanager
 def _warnings_of(case: Case) -> Iterator[None]:
     """Without those that the operations bring about: on edits through ``.data``, and of and in compiled blocks."""
+    ignored = [".* was changed in place without moving its version counter"]
+    if case.get("compile"):
+        ignored += ["compile: ", "The .grad attribute of a Tensor that is not a leaf"]
+        ignored += ["`torch.jit.script_method` is deprecated", ".*Function'> should not be instantiated"]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* was changed in place without moving its version counter")
-        if case.get("compile"):
-            warnings.filterwarnings("ignore", "compile: ")
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
-            warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+        for message in ignored:
+            warnings.filterwarnings("ignore", message)
         yield
 
 
@@ -145,13 +129,12 @@ class SegmentRunner:
                 parameter = whole.get_parameter(case["hooked"])
                 if parameter.requires_grad:
                     parameter.register_hook(lambda gradient: gradient * 0.5)
-        optimizer = build_optimizer(case["optimizer"], case["lr"], model)
         self.engine, _, _, self.scheduler = paramp.initialize(
             model,
-            optimizer,
+            build_optimizer(case["optimizer"], case["lr"], model),
             self.criterion,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA),
-            plan=None if isinstance(model, Planned) else PLAN | PLAN_OF_ENDS if case["shard_ends"] else PLAN,
+            plan=plan_of(case),
         )
         if begin is not None:
             self.engine.load(begin)
@@ -195,7 +178,7 @@ class SegmentRunner:
     @property
     def rounding(self) -> float:
         """The largest rounding error of the modes so far."""
-        return max(ROUNDING.get(mode, ROUNDING.get(mode.partition("-")[0], 2.0**-11)) for mode in self.plain.modes)
+        return max(ROUNDING.get(mode, ROUNDING.get(mode[:4], 2.0**-11)) for mode in self.plain.modes)
 
     def way(self, name: str) -> float:
         """How far the weight ``name`` has gone; at least a tenth of what the one did that went farthest, because a
@@ -203,19 +186,15 @@ class SegmentRunner:
         return max(self.plain.way[name], 0.1 * max(self.plain.way.values()))
 
     def expect_weight(self, name: str, actual: torch.Tensor, expected: torch.Tensor, first: str, half: bool) -> None:
-        actual = actual.detach().double()
-        distance = float((actual - expected).norm())
+        distance, norm = (float(one.norm()) for one in (actual.detach().double() - expected, expected))
         if self.plain.modes == {"64-true"}:
-            allowed = EXACT * (1 + float(expected.norm()))
+            allowed = EXACT * (1 + norm)
         else:
-            roundings = self.plain.num_roundings + half
-            allowed = self.rounding * (UNITS * self.way(first) + roundings * float(expected.norm()))
-            allowed += ROUNDING["32-true"] * (1 + self.plain.num_steps) * float(expected.norm()) + 1e-7
+            allowed = self.rounding * (UNITS * self.way(first) + (self.plain.num_roundings + half) * norm)
+            allowed += ROUNDING["32-true"] * (1 + self.plain.num_steps) * norm + 1e-7
         if not distance <= allowed:
-            self.problems.append(
-                f"{name}: {distance:.3g} from the expected one of norm {float(expected.norm()):.3g}, "
-                f"allowed {allowed:.3g}"
-            )
+            text = f"{distance:.3g} from the expected one of norm {norm:.3g}, allowed {allowed:.3g}"
+            self.problems.append(f"{name}: {text}")
 
     @torch.no_grad()
     def check(self) -> None:
@@ -229,31 +208,26 @@ class SegmentRunner:
         for name, buffer in engine.module.named_buffers():
             if name.endswith("shift"):
                 self.expect(f"{name} is as saved", torch.equal(buffer.double(), plain.model.get_buffer(name)), True)
-        self.expect("num_steps", engine.num_steps, plain.num_steps)
-        self.expect("num_skipped", engine.num_skipped, plain.num_skipped)
-        self.expect("num_skipped_in_a_row", engine.num_skipped_in_a_row, plain.in_a_row)
+        counts = (engine.num_steps, engine.num_skipped, engine.num_skipped_in_a_row)
+        self.expect("steps made, skipped, and in a row", counts, (plain.num_steps, plain.num_skipped, plain.in_a_row))
         if plain.rule is not None:
             self.expect("the loss scale", engine.scaler.get_scale(), plain.rule.scale)
-        for index, (ours, theirs) in enumerate(
-            zip(engine.optimizer.param_groups, plain.optimizer.param_groups, strict=True)
-        ):
-            self.expect(f"lr of group {index}", round(float(ours["lr"]), 12), round(theirs["lr"], 12))
+        ours, theirs = (one.optimizer.param_groups for one in (engine, plain))
+        self.expect("lr", *([round(float(group["lr"]), 12) for group in groups] for groups in (ours, theirs)))
 
-    def check_whole(
-        self, actual: dict[str, torch.Tensor] | None = None, averages: dict[str, torch.Tensor] | None = None
-    ) -> None:
-        """Compare the whole model, masters where there are, or averages in the place of weights; a collective."""
-        what = "full_state_dict" if actual is None else "averages"
-        weights = self.plain.model.state_dict()
-        names = {name: self.plain.first_name(name) for name in weights}
-        actual = self.engine.full_state_dict() if actual is None else actual
+    def check_whole(self, what: str = "full_state_dict") -> None:
+        """Compare the whole model, masters where there are, or ``averages`` of weights; a collective."""
+        of_weights, plain = what == "full_state_dict", self.plain
+        weights = plain.model.state_dict()
+        averages = {} if of_weights else plain.averages_now()
+        actual = (self.engine if of_weights else self.engine.ema).full_state_dict()
         self.expect(f"names of {what}", sorted(actual), sorted(weights))
         for name, value in actual.items():
-            if names[name] in self.plain.way:
-                first = names[name]
-                expected = (averages or {}).get(first, weights[name])
+            first = plain.first_name(name)
+            if first in plain.way:
+                expected = averages.get(first, weights[name])
                 distance = float((value.double() - expected).norm())
-                rounded = self.plain.num_roundings + (self.case["half"] and self.case["rounds_weights"])
+                rounded = plain.num_roundings + (self.case["half"] and self.case["rounds_weights"])
                 allowed = self.rounding * (UNITS * self.way(first) + rounded * float(expected.norm()))
                 if not distance <= allowed + 1e-6:
                     self.problems.append(f"{what}: {name}: {distance:.3g} away, allowed {allowed:.3g}")
@@ -266,8 +240,7 @@ class SegmentRunner:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def own_batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = (tensor.chunk(self.parts)[self.part].clone() for tensor in batch_of(seed, self.dtype))
-        return x, y
+        return tuple(tensor.chunk(self.parts)[self.part].clone() for tensor in batch_of(seed, self.dtype))
 
     def _backward(self, x: torch.Tensor, y: torch.Tensor, how: str) -> float | None:
         engine = self.engine
@@ -282,9 +255,12 @@ class SegmentRunner:
         loss = engine.forward_backward(x, y, return_loss=how != "no loss")
         return None if loss is None else float(loss)
 
-    def backward(self, seed: int, how: str) -> None:
-        loss = self._backward(*self.own_batch(seed), how)
-        expected = self.plain.forward_backward(seed, self.parts)
+    def backward(self, seed: int, how: str, infinite_on: int | None = None) -> None:
+        x, y = self.own_batch(seed)
+        if self.part == infinite_on:
+            x[0, 0, 0] = float("inf")
+        loss = self._backward(x, y, how)
+        expected = self.plain.forward_backward(seed, self.parts, poisoned=infinite_on)
         if loss is not None:
             self.expect_close("the loss", loss, expected, 1e-6)
 
@@ -293,13 +269,7 @@ class SegmentRunner:
             self.backward(-1 - seed, "plain")
 
     def infinite_batch(self, seed: int, part: int) -> None:
-        x, y = self.own_batch(seed)
-        if self.part == part % self.parts:
-            x[0, 0, 0] = float("inf")
-        loss = self._backward(x, y, "plain")
-        expected = self.plain.forward_backward(seed, self.parts, poisoned=part % self.parts)
-        assert loss is not None
-        self.expect_close("the loss", loss, expected, 1e-6)
+        self.backward(seed, "plain", part % self.parts)
 
     def failing_criterion(self, seed: int, at: int, how: str, part: int | None) -> None:
         """The criterion fails at its call ``at``, on one data rank or on all; then the window is dropped."""
@@ -317,6 +287,9 @@ class SegmentRunner:
             self.criterion.fail_at = at % self.context.config.parallel.pipeline.num_microbatches
         self.expect_error("a criterion that fails", Exception, call)
         self.criterion.fail_at = None
+        self._drop_window()
+
+    def _drop_window(self) -> None:
         self.engine.zero_grad()
         self.plain.restart_window()
 
@@ -333,12 +306,8 @@ class SegmentRunner:
             self.expect_error("a failing evaluation", (Failing, ValueError), lambda: self.engine.evaluate(x, y))
             self.criterion.fail_at = None
         else:
-            self.expect_close(
-                "the loss of an evaluation",
-                float(self.engine.evaluate(x, y)),
-                self.plain.evaluate(seed, self.parts),
-                1e-6,
-            )
+            loss = float(self.engine.evaluate(x, y))
+            self.expect_close("the loss of an evaluation", loss, self.plain.evaluate(seed, self.parts), 1e-6)
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -386,7 +355,7 @@ class SegmentRunner:
 
     def averages(self, seed: int) -> None:
         """Compare the averages, and an evaluation with them."""
-        self.check_whole(self.engine.ema.full_state_dict(), self.plain.averages_now())
+        self.check_whole("averages")
         with self.engine.ema.applied():
             loss = float(self.engine.evaluate(*self.own_batch(seed)))
         expected = self.plain.evaluate_averages(seed, self.parts)
@@ -395,7 +364,7 @@ class SegmentRunner:
     def whole(self) -> None:
         self.check_whole()
         if self.engine.ema is not None:
-            self.check_whole(self.engine.ema.full_state_dict(), self.plain.averages_now())
+            self.check_whole("averages")
         self.expect("differences between replicas", self.engine.check_replicas(), [])
 
     # ---------------------------------------------------------------------------------------- changes by the user
@@ -430,12 +399,8 @@ class SegmentRunner:
         first = plain.first_name(name)
         whole = edited(plain.parameters()[first], kind, seed)
         if how >= 2:  # by loading a state
-            state = {}
-            for own, value in self.engine.module.state_dict().items():
-                if plain.first_name(own) == first:
-                    new = whole.to(value.dtype)
-                    is_sharded = isinstance(value, DTensor)
-                    state[own] = distribute_tensor(new, value.device_mesh, value.placements) if is_sharded else new
+            held = self.engine.module.state_dict()
+            state = {own: like(whole, value) for own, value in held.items() if plain.first_name(own) == first}
             self.engine.module.load_state_dict(state, strict=False, assign=how == 3)
         else:
             for _, parameter in self.holding(name):
@@ -520,8 +485,7 @@ class SegmentRunner:
         self.expect_error("training what was frozen", kinds, call)
         for _, parameter in self.holding(name):
             parameter.requires_grad_(False)
-        self.engine.zero_grad()
-        self.plain.restart_window()
+        self._drop_window()
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -545,12 +509,10 @@ class SegmentRunner:
 
     def save_end(self) -> None:
         """Save for the next segment, after the steps that end the window."""
-        seed = 0
         while self.plain.waiting:
-            self.backward(seed, "plain")
+            self.backward(0, "plain")
             self.step()
             self.check()
-            seed += 1
         self.whole()
         self.engine.save(self.end)
         if self.world.rank == 0:

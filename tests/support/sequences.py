@@ -9,8 +9,6 @@ The words of a seed choose what else there is: in ``"sharded ema 3"`` FSDP2 and 
 the weights (:data:`FEATURES`). With ``exact`` the sequence also runs in one process, and both end with the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -21,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from exact_training import digests
-from plain_training import ALWAYS_TRAINED, LAST, NUM_BLOCKS, TIED
+from matrix import ALL_LAYOUTS
+from plain_training import LAST, NAMES, TIED
 from pool import run_on_ranks
 
 Case = dict[str, Any]
@@ -31,61 +30,31 @@ SHRINKING = 90.0
 """Seconds, and about as many attempts, that are spent on making a failing sequence shorter."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1": (1, {}),
-    "dp2": (2, {"data": 2}),
-    "dp2 + zero1": (2, {"data": 2, "zero": 1}),
-    "tp2": (2, {"tensor": 2}),
-    "pp2": (2, {"pipeline": 2}),
-    "dp2·tp2": (4, {"data": 2, "tensor": 2}),
-    "dp2·tp2 + zero1": (4, {"data": 2, "tensor": 2, "zero": 1}),
-    "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
-    "pp2·dp2": (4, {"pipeline": 2, "data": 2}),
-    "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
-}
-SHARDED_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp2": (2, {"data": {"shard": 2}}),
-    "fsdp4": (4, {"data": {"shard": 4}}),
-    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
-    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
-    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
-}
-SEQUENCE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2 + sp": (2, {"tensor": 2, "sequence_parallel": True}),
-    "dp2·tp2 + sp": (4, {"data": 2, "tensor": 2, "sequence_parallel": True}),
-    "pp2·tp2 + sp": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
-}
-BOTH_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp2·tp2 + sp": (4, {"data": {"shard": 2}, "tensor": 2, "sequence_parallel": True}),
-}
+SPLIT_BACKWARD = SCHEDULES[-3:]
+"""Schedules that neither FSDP2 nor compiled blocks go with."""
+LAYOUTS = ["1", "dp2", "dp2 + zero1", "tp2", "pp2", "dp2·tp2", "dp2·tp2 + zero1", "pp2·tp2", "pp2·dp2"]
+LAYOUTS += ["pp2·dp2 + zero1"]
+SHARDED_LAYOUTS = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2", "fsdp2·pp2"]
+SEQUENCE_LAYOUTS = ["tp2 + sp", "dp2·tp2 + sp", "pp2·tp2 + sp"]
 FEATURES = ("sharded", "sequence", "ema", "compile", "exact")
 """``sequence``: sequence parallelism; ``exact``: ``reproducible=True``."""
-SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv", "dualpipev")
-"""Schedules that neither FSDP2 nor compiled blocks go with."""
 EXACT_MODES = ("32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive")
-DEPENDS_ON_LAYOUT = ("gradient",)
-"""Operations that do something in some layouts only: nothing for ``exact``."""
 HALF = {"16-naive": True, "bf16-naive": True, "O2": True, "O3": False, "16-true": False, "bf16-true": False}
 """Modes with half-precision weights: whether they have masters."""
 MODES = {"64-true": 12, "32-true": 3, "16-mixed": 3, "bf16-mixed": 1, **dict.fromkeys(HALF, 1), "16-naive": 3, "O2": 2}
 """And how often each is drawn."""
-SCALED = {"16-mixed", "16-naive", "O2"}
+FULL = ("64-true", "32-true")
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
-NAMES = [
-    TIED[0],
-    *(f"{block}.{name}" for block in range(1, NUM_BLOCKS + 1) for name in ("norm.bias", "up.weight", "up.bias")),
-    *(f"{block}.{name}" for block in range(1, NUM_BLOCKS + 1) for name in ("down.weight", "down.bias", "gain")),
-    *(f"{LAST}.norm.bias", TIED[1]),
-]
-"""Of parameters that operations name; all but :data:`ALWAYS_TRAINED`."""
-assert ALWAYS_TRAINED not in NAMES
-
 
 def _batch(rng: random.Random) -> int:
     return rng.randrange(10**6)
+
+
+def _module(rng: random.Random) -> list[Any]:
+    return [rng.choice([*NAMES, "0.", "1.", "4."])]
 
 
 OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
@@ -100,8 +69,8 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
         lambda rng: [_batch(rng), rng.randrange(2), rng.choice(["plain", "no loss"]), rng.choice([None, 0, 1])],
     ),
     "evaluate": (2, lambda rng: [_batch(rng), rng.choice(["loss", "output", "failing"])]),
-    "freeze": (2, lambda rng: [rng.choice([*NAMES, "0.", "1.", "4."])]),
-    "thaw": (1, lambda rng: [rng.choice([*NAMES, "0.", "1.", "4."])]),
+    "freeze": (2, _module),
+    "thaw": (1, _module),
     "switch": (2, lambda rng: [rng.choice([0, 2, 3, 4, LAST]), rng.choice([None, 0, 1, "on"])]),
     "edit": (3, lambda rng: [rng.choice(NAMES), rng.choice(["clamp", "halve", "copy"]), _batch(rng), rng.randrange(4)]),
     "lr": (2, lambda rng: [rng.choice([0.5, 0.7, 1.5])]),
@@ -120,40 +89,34 @@ OPERATIONS: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
     "thaw_frozen": (1, lambda rng: [_batch(rng)]),
 }
 """By name: how often it is drawn, and its arguments."""
-OF_AVERAGES: dict[str, tuple[int, Callable[[random.Random], list[Any]]]] = {
-    "averages": (4, lambda rng: [_batch(rng)]),
-}
-
-
-def layouts_of(rng: random.Random, features: Collection[str]) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Those without the features, or those with one."""
-    special: dict[str, tuple[int, dict[str, Any]]] = {}
-    special |= SHARDED_LAYOUTS if "sharded" in features else {}
-    special |= SEQUENCE_LAYOUTS if "sequence" in features else {}
-    special |= BOTH_LAYOUTS if {"sharded", "sequence"} <= {*features} else {}
-    return special if special and rng.random() < 0.7 else LAYOUTS
+OF_AVERAGES = {"averages": (4, lambda rng: [_batch(rng)])}
 
 
 def draw_layout(rng: random.Random, largest: int, features: Collection[str] = ()) -> dict[str, Any]:
-    layouts = layouts_of(rng, features)
-    world, parallel = layouts[rng.choice([name for name, (size, _) in layouts.items() if size <= largest])]
-    parallel = dict(parallel)
-    size = parallel.pop("pipeline", 1)
-    if size > 1:
+    """One without the features, or more often one with them."""
+    special = (SHARDED_LAYOUTS if "sharded" in features else []) + (SEQUENCE_LAYOUTS if "sequence" in features else [])
+    special += ["fsdp2·tp2 + sp"] if {"sharded", "sequence"} <= {*features} else []
+    names = special if special and rng.random() < 0.7 else LAYOUTS
+    world, parallel = ALL_LAYOUTS[rng.choice([name for name in names if ALL_LAYOUTS[name][0] <= largest])]
+    if "pipeline" in parallel:
         splits = not {"sharded", "compile"} & {*features}
         schedule = rng.choice([name for name in SCHEDULES if splits or name not in SPLIT_BACKWARD])
-        parallel["pipeline"] = {"size": size, "schedule": schedule, "microbatches": rng.choice([2, 4])}
-        if schedule == "dualpipev":
-            parallel["pipeline"]["microbatches"] = 4
+        microbatches = max(rng.choice([2, 4]), 4 * (schedule == "dualpipev"))
+        parallel = parallel | {"pipeline": {"size": 2, "schedule": schedule, "microbatches": microbatches}}
     elif rng.random() < 0.3:
-        parallel["pipeline"] = {"microbatches": 2}
+        parallel = parallel | {"pipeline": {"microbatches": 2}}
     return {"world": world, "parallel": parallel}
 
 
-def draw_mode(rng: random.Random, names: list[str], *, sharded: bool = False) -> dict[str, Any]:
+def _mode(mode: str, scaling: dict[str, Any] | None = None, masters: str | None = None) -> Case:
+    is_rounded = not HALF.get(mode, True)
+    return {"mode": mode, "scaling": scaling, "half": mode in HALF, "rounds_weights": is_rounded, "masters": masters}
+
+
+def draw_mode(rng: random.Random, names: list[str], *, sharded: bool = False) -> Case:
     mode = rng.choices(names, [MODES[name] for name in names])[0]
     scaling = None
-    if mode in SCALED:
+    if mode in ("16-mixed", "16-naive", "O2"):
         scaling = {
             "init_scale": 2.0 ** rng.randrange(3, 10),
             "growth_interval": rng.randrange(1, 4),
@@ -161,28 +124,23 @@ def draw_mode(rng: random.Random, names: list[str], *, sharded: bool = False) ->
             "min_scale": rng.choice([1.0, 4.0]),
             "max_scale": 2.0 ** rng.randrange(10, 13),
         }
-    return {
-        "mode": mode,
-        "scaling": scaling,
-        "half": mode in HALF,
-        "rounds_weights": not HALF.get(mode, True),
-        "masters": rng.choice(["full", "remainder"][: 2 - sharded]) if mode in ("16-naive", "bf16-naive") else None,
-    }
+    masters = rng.choice(["full", "remainder"][: 2 - sharded]) if mode in ("16-naive", "bf16-naive") else None
+    return _mode(mode, scaling, masters)
 
 
 def draw(seed: str, largest: int) -> Case:
     """The case of ``seed``, on at most ``largest`` ranks."""
     rng = random.Random(f"sequence {seed}")
     features = [word for word in seed.split() if word in FEATURES]
-    sharded, exact = "sharded" in features, "exact" in features
-    mode = draw_mode(rng, [*EXACT_MODES] if exact else list(MODES), sharded=sharded)
-    full = mode["mode"] in ("64-true", "32-true")
+    exact = "exact" in features
+    modes = [*(EXACT_MODES if exact else MODES)]
+    mode = draw_mode(rng, modes, sharded="sharded" in features)
+    full = mode["mode"] in FULL
     optimizers = ["sgd", "sgd-plain"]
     if full:
-        optimizers += ["adam", "adamw"] if exact else ["sgd-dampened", "adam", "adamw", "adamw-foreach"]
-        optimizers += [] if exact else ["rmsprop", "nadam"]
+        more = ["sgd-dampened", "adam", "adamw", "adamw-foreach", "rmsprop", "nadam"]
+        optimizers += ["adam", "adamw"] if exact else more
     optimizer = rng.choice(optimizers)
-    others = [name for name in (EXACT_MODES if exact else MODES) if (name in ("64-true", "32-true")) == full]
     case = {
         **mode,
         "tied": rng.random() < 0.5,
@@ -195,84 +153,69 @@ def draw(seed: str, largest: int) -> Case:
         "lr": 0.05 if optimizer.startswith("sgd") else 0.01,
         "layout": draw_layout(rng, largest, features),
         "hooked": rng.choice([None, None, rng.choice(NAMES[1:-1])]),
-        "operations": _draw_operations(rng, rng.randrange(6, 22), largest, others, features),
     }
+    length, others = rng.randrange(6, 22), [name for name in modes if (name in FULL) == full]
+    case["operations"] = _draw_operations(rng, length, largest, others, features)
     return _with_features(case, rng, features) if features else case
-
-
-def _with_features(case: Case, rng: random.Random, features: Collection[str]) -> Case:
-    """``case`` with what the features add and what goes with none of them left out."""
-    sharded, exact = "sharded" in features, "exact" in features
-    without = set(DEPENDS_ON_LAYOUT) if exact else set()
-    if sharded and exact:  # no shard has a gradient hook, so no layout may
-        without |= {"hook"}
-        case["hooked"] = None
-    if exact and case["tied"] and case["hooked"] == TIED[0]:
-        case["hooked"] = None
-    case |= {name: name in features for name in ("compile", "exact")}
-    case["ema"] = rng.choice([0.75, 0.9]) if "ema" in features else None
-    case["gain"] = "none" if "sequence" in features else "vector" if sharded else "scalar"
-    operations = [operation for operation in case["operations"] if operation[0] not in without]
-    if exact:
-        operations = [_of_any_layout(operation) for operation in operations]
-    case["operations"] = operations
-    if case["gain"] == "none":
-
-        def named(value: Any) -> Any:
-            """``value`` with the name of a parameter that there is."""
-            if isinstance(value, list):
-                return [named(one) for one in value]
-            return value.replace(".gain", ".up.bias") if isinstance(value, str) else value
-
-        case |= {key: named(case[key]) for key in ("frozen", "hooked", "operations")}
-        case["frozen"] = sorted({*case["frozen"]})
-    return case
-
-
-def _of_any_layout(operation: list[Any]) -> list[Any]:
-    """``operation``, or one like it that does the same in every layout."""
-    if operation[0] == "backward" and operation[2] == "loop":
-        return [*operation[:2], "plain"]
-    if operation[0] == "switch" and operation[2] in (0, 1):
-        return [*operation[:2], None]
-    return operation
 
 
 def _draw_operations(
     rng: random.Random, length: int, largest: int, modes: list[str], features: Collection[str]
 ) -> list[list[Any]]:
-    table = OPERATIONS | OF_AVERAGES if "ema" in features else OPERATIONS
-    names, weights = list(table), [often for often, _ in table.values()]
+    table = OPERATIONS | (OF_AVERAGES if "ema" in features else {})
     operations: list[list[Any]] = []
     while len(operations) < length:
         if rng.random() < 0.3:  # the common loop, which random calls would rarely hit upon
             operations += [["backward", _batch(rng), "plain"], ["step"]]
             operations += [["zero_grad", "engine"]] * rng.randrange(2)
             continue
-        (name,) = rng.choices(names, weights)
+        (name,) = rng.choices([*table], [often for often, _ in table.values()])
         arguments = table[name][1](rng)
         if name == "reload":
-            layout = draw_layout(rng, largest, features)
-            mode = draw_mode(rng, modes, sharded="sharded" in features) if rng.random() < 0.3 else {}
-            arguments = [layout, mode]
+            arguments = [draw_layout(rng, largest, features), {}]
+            if rng.random() < 0.3:
+                arguments[1] = draw_mode(rng, modes, sharded="sharded" in features)
         operations.append([name, *arguments])
     return operations
 
 
+def _with_features(case: Case, rng: random.Random, features: Collection[str]) -> Case:
+    """``case`` with what the features add and what goes with none of them left out."""
+    sharded, exact = "sharded" in features, "exact" in features
+    if exact and (sharded or (case["tied"] and case["hooked"] == TIED[0])):
+        case["hooked"] = None
+    case |= {name: name in features for name in ("compile", "exact")}
+    case["ema"] = rng.choice([0.75, 0.9]) if "ema" in features else None
+    case["gain"] = "none" if "sequence" in features else "vector" if sharded else "scalar"
+    if exact:  # what does the same in every layout; no shard has a gradient hook, so no layout may
+        left_out = ("gradient", "hook") if sharded else ("gradient",)
+        case["operations"] = [_of_any_layout(*one) for one in case["operations"] if one[0] not in left_out]
+    if case["gain"] == "none":
+        text = json.dumps({key: case[key] for key in ("frozen", "hooked", "operations")}).replace(".gain", ".up.bias")
+        case |= json.loads(text)
+        case["frozen"] = sorted({*case["frozen"]})
+    return case
+
+
+def _of_any_layout(name: str, *arguments: Any) -> list[Any]:
+    """The operation, or one like it that does the same in every layout."""
+    others = {("backward", "loop"): "plain", ("switch", 0): None, ("switch", 1): None}
+    if len(arguments) == 2 and name != "reload":
+        return [name, arguments[0], others.get((name, arguments[1]), arguments[1])]
+    return [name, *arguments]
+
+
 # --------------------------------------------------------------------------------------------------------------- fixed
 
-PLAIN = {"mode": "64-true", "scaling": None, "half": False, "rounds_weights": False, "masters": None}
+PLAIN = _mode("64-true")
 SCALING = {"init_scale": 64.0, "growth_interval": 2, "hysteresis": 1, "min_scale": 1.0, "max_scale": 1024.0}
-MIXED = PLAIN | {"mode": "16-mixed", "scaling": SCALING}
-NAIVE = MIXED | {"mode": "16-naive", "half": True, "masters": "full"}
+MIXED, NAIVE = _mode("16-mixed", SCALING), _mode("16-naive", SCALING, "full")
 
 
 def layout(name: str, **pipeline: Any) -> dict[str, Any]:
     """The layout ``name``; ``pipeline``: its schedule and microbatches, if it has stages."""
-    world, parallel = (LAYOUTS | SHARDED_LAYOUTS | SEQUENCE_LAYOUTS | BOTH_LAYOUTS)[name]
-    if "pipeline" in parallel:
-        parallel = parallel | {"pipeline": {"size": parallel["pipeline"], **pipeline}}
-    return {"world": world, "parallel": parallel}
+    world, parallel = ALL_LAYOUTS[name]
+    return {"world": world, "parallel": parallel | ({"pipeline": {"size": 2, **pipeline}} if pipeline else {})}
 
 
 def fixed(name: str, *pieces: list[list[Any]], **changes: Any) -> Case:
@@ -303,24 +246,19 @@ FIXED: dict[str, Case] = {
         "fsdp2",
         *(_trained(1), _SKIPPED, _saved("async"), _EDITED, [["edit", "1.down.weight", "copy", 6, 3]], _trained(4)),
         *([["whole"]], _gone_on("hsdp2x2"), _gone_on("tp2")),
-        **NAIVE,
-        gain="vector",
+        **NAIVE | {"gain": "vector"},
     ),
     "sequence": fixed(
         "tp2 + sp",
         *(_trained(1), _SKIPPED, _EDITED, [["evaluate", 3, "output"]], _gone_on("pp2", schedule="gpipe")),
-        gain="none",
-        shard_ends=True,
-        optimizer="adamw",
-        lr=0.01,
+        **PLAIN | {"gain": "none", "shard_ends": True, "optimizer": "adamw", "lr": 0.01},
     ),
     "ema": fixed(
         "dp2 + zero1",
         *([["edit", "1.up.weight", "clamp", 5, 0]], _AVERAGES, _trained(1), _AVERAGES, _SKIPPED, _AVERAGES, _EDITED),
         *(_saved("wait"), _AVERAGES, _trained(2), [["load_weights"]], _AVERAGES, _trained(5), _AVERAGES),
         *(_gone_on("1"), _AVERAGES),
-        **NAIVE | {"masters": "remainder"},
-        ema=0.75,
+        **NAIVE | {"masters": "remainder", "ema": 0.75},
     ),
     "compile": fixed(
         "1",
@@ -331,9 +269,7 @@ FIXED: dict[str, Case] = {
     "exact": fixed(
         "tp2",
         *(_trained(1), _SKIPPED, _saved("wait"), _AVERAGES, _EDITED, _gone_on("dp2"), _AVERAGES),
-        **MIXED,
-        ema=0.75,
-        exact=True,
+        **MIXED | {"ema": 0.75, "exact": True},
     ),
 }
 """A short sequence for each feature, by hand, so that a default run has each of them in use."""
@@ -359,87 +295,66 @@ def run(case: Case) -> str | None:
     found, bits = run_once(case)
     if found is not None or not case.get("exact"):
         return found
-    here = "in one process"
-    found, alone = run_once(in_one_process(case))
-    if found is not None:
-        return f"{found} ({here})"
-    different = sorted(name for name in alone.keys() | bits.keys() if alone.get(name) != bits.get(name))
-    return f"at the end other bits than {here}: {different}" if different else None
-
-
-def in_one_process(case: Case) -> Case:
-    """The same sequence, whatever its layouts are."""
     one = {"world": 1, "parallel": {}}
     operations = [[name, one, *rest[1:]] if name == "reload" else [name, *rest] for name, *rest in case["operations"]]
-    return case | {"layout": one, "operations": operations}
+    found, alone = run_once(case | {"layout": one, "operations": operations})
+    if found is not None:
+        return f"{found} (in one process)"
+    different = sorted(name for name in alone.keys() | bits.keys() if alone.get(name) != bits.get(name))
+    return f"at the end other bits than in one process: {different}" if different else None
 
 
 def run_once(case: Case) -> tuple[str | None, dict[str, str]]:
     """What differed between the engine and the plain training, if anything, and digests of what it ended with."""
     with tempfile.TemporaryDirectory(prefix="paramp-sequence-") as folder:
-        previous: str | None = None
+        end: str | None = None
         parts = list(segments(case))
         for number, (segment, start) in enumerate(parts):
-            layout = segment["layout"]
-            arguments = {"case": segment, "begin": previous}
+            begin, end = end, str(Path(folder) / f"{number}")
             is_last = number == len(parts) - 1 and not case.get("exact")
-            arguments |= {"end": str(Path(folder) / f"{number}"), "last": is_last}
+            given = {"case": segment, "begin": begin, "end": end, "last": is_last, "start": start}
             try:
-                found = run_on_ranks(
-                    layout["world"], "sequence_ranks", "run_segment", arguments | {"start": start}, timeout=SECONDS
-                )[0]
+                (found, *_) = run_on_ranks(
+                    segment["layout"]["world"], "sequence_ranks", "run_segment", given, timeout=SECONDS
+                )
             except AssertionError as error:
-                return f"{error} (in the layout {layout})", {}
+                found = error
             if found is not None:
-                return f"{found} (in the layout {layout})", {}
-            previous = arguments["end"]
-        return None, digests(previous) if case.get("exact") else {}
+                return f"{found} (in the layout {segment['layout']})", {}
+        return None, digests(end) if case.get("exact") else {}
 
 
 # ----------------------------------------------------------------------------------------------------------- shrinking
+
+PLAINER: list[Case] = [{"frozen": []}, {"hooked": None}, {"ema": None}, {"compile": False}, {"exact": False}]
+PLAINER += [{"tied": False}, {"shard_ends": False}, {"accumulation": 1}, {"criterion": "mean"}, {"clip": None}]
+PLAINER += [{"optimizer": "sgd-plain"}, PLAIN]
 
 
 def shrink(case: Case, failure: str, fails: Callable[[Case], str | None] = run) -> tuple[Case, str]:
     """A shorter case that fails, and how."""
     deadline = time.monotonic() + SHRINKING
 
-    def attempt(**changes: Any) -> bool:
+    def attempt(**changes: Any) -> None:
         nonlocal case, failure
         if time.monotonic() > deadline or all(case.get(key) == value for key, value in changes.items()):
-            return False
-        found = fails(case | changes)
-        if found is None:
-            return False
-        case, failure = case | changes, found
-        return True
+            return
+        if (found := fails(case | changes)) is not None:
+            case, failure = case | changes, found
+
+    def leave_out(*sizes: int) -> None:
+        for size in sizes:
+            index = len(case["operations"]) - size
+            while index >= 0:
+                attempt(operations=case["operations"][:index] + case["operations"][index + size :])
+                index = min(index, len(case["operations"])) - size
 
     if where := re.search(r"at operation (\d+)", failure):
         attempt(operations=case["operations"][: int(where[1]) + 1])
-    for size in (6, 3, 1):
-        index = len(case["operations"]) - size
-        while index >= 0:
-            attempt(operations=case["operations"][:index] + case["operations"][index + size :])
-            index = min(index, len(case["operations"])) - size
-    for plain in (
-        {"frozen": []},
-        {"hooked": None},
-        {"ema": None},
-        {"compile": False},
-        {"exact": False},
-        {"tied": False},
-        {"shard_ends": False},
-        {"accumulation": 1},
-        {"criterion": "mean"},
-        {"clip": None},
-        {"optimizer": "sgd-plain"},
-        {"mode": "64-true", "scaling": None, "half": False, "rounds_weights": False, "masters": None},
-    ):
-        attempt(**plain)
-    for size in (2, 1):
-        index = len(case["operations"]) - size
-        while index >= 0:
-            attempt(operations=case["operations"][:index] + case["operations"][index + size :])
-            index = min(index, len(case["operations"])) - size
+    leave_out(6, 3, 1)
+    for plainer in PLAINER:
+        attempt(**plainer)
+    leave_out(2, 1)
     return case, failure
 
 

@@ -4,8 +4,6 @@ A busy machine makes it slow, and no beat late: a rank is silent on it only if i
 ranks turns it (:meth:`SharedClock.tick`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import threading

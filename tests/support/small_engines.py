@@ -1,7 +1,5 @@
 """Small engines: how tests make, train, fill and save them, and what they compare of them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

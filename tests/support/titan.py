@@ -1,17 +1,14 @@
 """torchtitan's own ``Trainer`` on CPUs over gloo, with a tiny Llama 3 and random tokens.
 
-It runs torchtitan 0.3.0, and its main branch of August 2026, where tokens have one dim. Both are written for a GPU and
-for a torch after 2.13. What is put in its place here, and why:
+It runs torchtitan 0.3.0, which is written for a GPU and for a torch after 2.13. What is put in its place here, and why:
 
 - The device module: on a machine without an accelerator torchtitan takes ``torch.cuda``, whose ``set_device`` fails.
 - ``torch.distributed.set_timeout``, which torch 2.13 lacks.
 - A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``), where torch's takes whole batches only (2.13).
 - FSDP's sum without a factor: gloo has no ``PREMUL_SUM``.
-- The attention: flex attention is compiled, and slow on CPUs; the other one takes batches alone on the main branch.
+- The attention: flex attention is compiled, and slow on CPUs.
 - Tokenizer and data set: files that its wheel lacks.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib
@@ -41,26 +38,19 @@ def needs_torchtitan():
     )
 
 
-def on_cpus() -> None:
-    """Put CPU stand-ins where torchtitan expects a GPU, before anything else of it is imported."""
-    device = types.ModuleType("torch.cpu with what torchtitan asks of a GPU")
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        setattr(device, name, lambda *_: None)
-    device.current_device = lambda: 0
-    device.get_device_name = lambda _=None: "CPU"
-    device.get_device_properties = lambda _=None: types.SimpleNamespace(total_memory=2**34)
-    device.memory_stats = lambda _=None: {}
-    device.is_available = lambda: False
-    from torchtitan.tools import utils
-
-    utils.device_type, utils.device_module = "cpu", device
-
-
 @functools.cache
 def prepare(device: str) -> None:
     """Put in torchtitan and in torch what is missing, and import torchtitan for ``device``, ``"cpu"`` or ``"cuda"``."""
-    if device == "cpu":
-        on_cpus()
+    if device == "cpu":  # before anything else of torchtitan is imported
+        stand_in = types.ModuleType("torch.cpu with what torchtitan asks of a GPU")
+        for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+            setattr(stand_in, name, lambda *_: None)
+        properties = types.SimpleNamespace(total_memory=2**34)
+        values = {"current_device": 0, "get_device_name": "CPU", "get_device_properties": properties}
+        for name, value in (values | {"memory_stats": {}, "is_available": False}).items():
+            setattr(stand_in, name, lambda *_, value=value: value)
+        utils = importlib.import_module("torchtitan.tools.utils")
+        utils.device_type, utils.device_module = "cpu", stand_in
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = lambda timeout, group=None: None
     with warnings.catch_warnings():
@@ -74,37 +64,34 @@ def prepare(device: str) -> None:
 
 
 def taking_microbatches(step):
-    """``step`` of a pipeline, which other tests call in this process too, also with torchtitan's arguments."""
+    """``step`` of a pipeline, which other tests call in this process too, also with torchtitan's arguments: what later
+    versions of torch have, a step over microbatches that are there already."""
 
     @functools.wraps(step)
     def either(self, *args, **kwargs):
-        return step_of_microbatches(self, **kwargs) if "arg_mbs" in kwargs else step(self, *args, **kwargs)
+        if "arg_mbs" not in kwargs:
+            return step(self, *args, **kwargs)
+        for stage in getattr(self, "_stages", None) or [self._stage]:
+            stage.clear_runtime_states()
+            stage.has_backward = True
+        microbatches = [kwargs.pop(name) for name in ("arg_mbs", "kwarg_mbs", "target_mbs", "losses")]
+        return self._step_microbatches(*microbatches, **kwargs)
 
     return either
-
-
-def step_of_microbatches(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
-    """What later versions of torch have: a pipeline's step over microbatches that are there already."""
-    for stage in getattr(self, "_stages", None) or [self._stage]:
-        stage.clear_runtime_states()
-        stage.has_backward = True
-    self._step_microbatches(
-        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs
-    )
 
 
 def tiny_config(folder=None, chunked=True, backend="partial_dtensor", device="cpu", **layout):
     """torchtitan's configuration of its debug model, with two layers."""
     prepare(device)
     from torchtitan.components.optimizer import default_adamw
-    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     config = llama3_debugmodel()
     model = config.model_spec.model
     model.layers = model.layers[:2]
     for _, _, owner, name in list(model.traverse(FlexAttention.Config)):
-        setattr(owner, name, attention().Config())
+        setattr(owner, name, ScaledDotProductAttention.Config())
     config.tokenizer, config.dataloader = components()
     config.activation_checkpoint = None
     config.validator.enable = False
@@ -112,11 +99,7 @@ def tiny_config(folder=None, chunked=True, backend="partial_dtensor", device="cp
     config.optimizer = default_adamw(lr=1e-3)
     config.optimizer.implementation = "for-loop"
     training = config.training
-    if hasattr(training, "seq_len"):
-        training.seq_len, training.local_batch_size = 16, 4
-    else:
-        training.max_context_length = training.num_tokens_per_microbatch_per_dp_rank = 16
-        config.parallelism.num_pp_microbatches = 4  # without a pipeline it has no effect
+    training.seq_len, training.local_batch_size = 16, 4
     training.steps, training.max_norm = 6, 0.5
     training.disable_cuda_graphs = True
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 1, None
@@ -135,26 +118,6 @@ def has_backend(name):
     from torchtitan.config import ParallelismConfig
 
     return name in get_args(get_type_hints(ParallelismConfig)["spmd_backend"])
-
-
-@functools.cache
-def attention():
-    """torchtitan's attention by torch's function, also where it calls it for one sequence in place of a batch."""
-    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-
-    if "q_TNH" not in inspect.signature(FlexAttention.forward).parameters:
-        return ScaledDotProductAttention
-
-    class Attention(ScaledDotProductAttention):
-        @dataclass(kw_only=True, slots=True)
-        class Config(ScaledDotProductAttention.Config):
-            pass
-
-        def forward(self, q_TNH, k_TNH, v_TNH, **options):  # the names that its plans have
-            one_batch = (one.unsqueeze(0) for one in (q_TNH, k_TNH, v_TNH))
-            return super().forward(*one_batch, **options).squeeze(0)
-
-    return Attention
 
 
 def build(config):
@@ -215,9 +178,8 @@ def components():
         class Config(BaseDataLoader.Config):
             pass
 
-        def __init__(self, config, *, dp_rank, seq_len=None, local_batch_size=None, num_tokens_per_batch=None, **_):
-            self.shape = (num_tokens_per_batch + 1,) if seq_len is None else (local_batch_size, seq_len + 1)
-            self.place, self.count = dp_rank, 0
+        def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
+            self.shape, self.place, self.count = (local_batch_size, seq_len + 1), dp_rank, 0
 
         def __iter__(self):
             while True:

@@ -4,8 +4,6 @@ The environment has what ``constraints.txt`` pins, with another torch. A host th
 left out and listed. ``docs/versions.md`` has a row for each version; a run of the whole selection writes its row anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -33,8 +31,8 @@ HOSTS = {
     "trl": ("trl", "integrations.test_transformers_trainer"),
 }
 """What may refuse a version of torch: the module that has to load, and tests that use it."""
-WRITTEN_FOR = {"torchtitan": ("2.13", "crashes in the backward under FSDP2, also without paramp")}
-"""The oldest torch that a host without such a bound of its own is run with, and what it does with an older one."""
+TORCHTITAN = "it is written for torch 2.13 and newer: with this one it crashes in the backward under FSDP2"
+"""Why it is not run with an older one: it has no such bound of its own."""
 SELECTION = [
     *("tests/base", "tests/parallel", "tests/precision", "tests/integrations"),
     *("tests/checkpoint/test_dcp_storage.py", "tests/checkpoint/test_resharding.py", "tests/checkpoint/test_resume.py"),
@@ -66,57 +64,42 @@ def constraints(torch: str) -> str:
     return re.sub(r"^torch==.*$", f"torch=={torch}", text, flags=re.MULTILINE)
 
 
-def _reason(output: str) -> str:
-    """The line of a failed program's output that names the reason: pip's first error, or the last line."""
-    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
-    return re.sub(r" \(/.*\)$", "", lines[0] if lines else output.strip().splitlines()[-1])  # without the path
-
-
 def make_environment(torch: str, folder: Path) -> dict[str, str]:
-    """Install ``torch`` and the tests' packages into ``folder``, once.
-
-    Returns:
-        Why each host that was left out was left out.
-    """
+    """Install ``torch`` and the tests' packages into ``folder``, once. Why each host that was left out was left out."""
     record = folder / "left-out.json"
     if record.exists():
         return json.loads(record.read_text(encoding="utf-8"))
     print(f"installing torch {torch} into {folder}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     (folder / "constraints.txt").write_text(constraints(torch), encoding="utf-8")
-    pip = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pip += ["-c", folder / "constraints.txt"]
+    pip = [folder / "bin/python", "-m", "pip"]
+    install = [*pip, "install", "--quiet", "--disable-pip-version-check", "-c", folder / "constraints.txt"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     wanted = sorted({*requirements("test", extras), *requirements("hosts", extras), "peft>=0.21"})
     hosts = {each: re.match(r"[\w-]+", each)[0] for each in wanted}
-    subprocess.run([*pip, "-e", ROOT, *(each for each, name in hosts.items() if name not in HOSTS)], check=True)
+    subprocess.run([*install, "-e", ROOT, *(each for each, name in hosts.items() if name not in HOSTS)], check=True)
     left_out = {}
     for requirement, name in hosts.items():
-        if name in HOSTS and (reason := _too_old(torch, name) or _install_host(folder, pip, name, requirement)):
+        if name not in HOSTS:
+            continue
+        reason = TORCHTITAN if name == "torchtitan" and torch < "2.13" else _failure([*install, requirement])
+        if not reason and (reason := _failure([folder / "bin/python", "-c", f"import {HOSTS[name][0]}"])):
+            subprocess.run([*pip, "uninstall", "--quiet", "--yes", name], check=True)
+            reason = f"it does not load: {reason}"
+        if reason:
             left_out[name] = reason
             print(f"left out {name}: {reason}", flush=True)
     record.write_text(json.dumps(left_out), encoding="utf-8")
     return left_out
 
 
-def _too_old(torch: str, host: str) -> str:
-    """Why ``host`` is not run with ``torch``, or nothing."""
-    oldest, reason = WRITTEN_FOR.get(host, (torch, ""))
-    older = [int(part) for part in torch.split(".")[:2]] < [int(part) for part in oldest.split(".")[:2]]
-    return f"it is written for torch {oldest} and newer: with this one it {reason}" if older else ""
-
-
-def _install_host(folder: Path, pip: list[Any], name: str, requirement: str) -> str:
-    """Install a host, unless that fails or what it installed does not load; why not, or nothing."""
-    done = subprocess.run([*pip, requirement], check=False, capture_output=True, text=True)
-    if done.returncode:
-        return _reason(done.stderr)
-    loading = [folder / "bin/python", "-c", f"import {HOSTS[name][0]}"]
-    done = subprocess.run(loading, check=False, capture_output=True, text=True)
+def _failure(command: list[Any]) -> str:
+    """The line of a failed program's output that names the reason: pip's first error, or the last line."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if not done.returncode:
         return ""
-    subprocess.run([folder / "bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", name], check=True)
-    return f"it does not load: {_reason(done.stderr)}"
+    lines = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    return re.sub(r" \(/.*\)$", "", lines[0] if lines else done.stderr.strip().splitlines()[-1])  # without the path
 
 
 def run_tests(folder: Path, arguments: list[str]) -> tuple[int, list[ElementTree.Element]]:

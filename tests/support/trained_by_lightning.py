@@ -1,6 +1,7 @@
-"""A LightningModule, and the trainings of it by the Trainer and by an engine."""
+"""A LightningModule, and its trainings by the Trainer."""
 
 import functools
+import importlib
 import os
 import warnings
 from unittest import mock
@@ -10,9 +11,8 @@ import torch.distributed as dist
 from small_mlp import batch, build, tensor_parallel
 from torch import nn
 from torch.utils.data import DataLoader
-from trainer_runs import LR, MAX_NORM, STEPS, spoil
+from trainer_runs import MAX_NORM, STEPS, quiet, sgd, spoil
 
-import paramp
 from paramp.integrations.lightning import TrainerPrecision
 
 OVERFLOWS = 1
@@ -32,10 +32,8 @@ def shard(model, mesh, dtype):
 
 @functools.cache
 def lightning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import lightning.pytorch
-    return lightning.pytorch
+    with quiet():
+        return importlib.import_module("lightning.pytorch")
 
 
 @functools.cache
@@ -80,7 +78,7 @@ def trained_module():
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
         def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+            optimizer = sgd(self.parameters())
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -113,21 +111,3 @@ def averaged(losses):
     total = torch.stack(losses).double()
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
-
-
-def by_an_engine(mode, data=1, tensor=1):
-    """The losses of paramp's engine in the same layout."""
-    config = {"precision": mode, "clip_grad_norm": MAX_NORM, "parallel": {"tensor": tensor, "data": {"shard": data}}}
-    losses = []
-    with paramp.launch_from_torch(config) as context:
-        optimizer = functools.partial(torch.optim.SGD, lr=LR, momentum=0.9)
-        plan = {"up": "colwise", "down": "rowwise"} if tensor > 1 else {}
-        engine, *_ = paramp.initialize(build(), optimizer, nn.functional.mse_loss, plan=plan)
-        for step in range(STEPS):
-            for group in engine.optimizer.param_groups:
-                group["lr"] = LR * 0.9**step
-            engine.zero_grad()
-            losses.append(engine.forward_backward(*batch(step, context.dp.rank, context.dp.size)).item())
-            if step != OVERFLOWS:
-                engine.step()
-    return losses

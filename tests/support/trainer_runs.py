@@ -3,8 +3,6 @@
 One step of a run overflows, on one rank; the plain training leaves it out.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings
@@ -32,7 +30,7 @@ def spoil(gradient, place=0):
 def in_plain_torch(build=small_mlp.build, *, overflow=3, decay=1.0):
     """Losses, norms before clipping, and weights, in fp32 and one process; the step ``overflow`` has no norm."""
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    optimizer = sgd(model.parameters())
     losses, norms = [], []
     for step in range(STEPS):
         x, y = small_mlp.batch(step)
@@ -42,10 +40,10 @@ def in_plain_torch(build=small_mlp.build, *, overflow=3, decay=1.0):
         loss.backward()
         losses.append(loss.item())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        if step != overflow:
-            optimizer.step()
-        else:
+        if step == overflow:
             norms[-1] = INF
+            continue
+        optimizer.step()
     return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -105,9 +103,8 @@ def plain_epochs(epochs, make=sgd, *, rates=None, clip=None, criterion=nn.functi
 def check_classifier(found, expected, rounding=ROUNDING["fp16"], least=1e-5):
     """The weights ``found`` are nearly those of the model ``expected``."""
     found = {name.removeprefix("module."): value for name, value in found.items()}
-    check_weights(
-        found, dict(expected.named_parameters()), dict(classifier().named_parameters()), rounding, least=least
-    )
+    expected, start = (dict(model.named_parameters()) for model in (expected, classifier()))
+    check_weights(found, expected, start, rounding, least=least)
 
 
 # --------------------------------------------------------------------------------------------------- packages and pages

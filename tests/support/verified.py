@@ -1,8 +1,7 @@
 """Models for `python -m paramp verify`, right ones and wrong ones."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
+from functools import partial
 
 import torch
 from torch import nn
@@ -37,9 +36,8 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gpt() -> GPT:
-    return GPT(
-        GPTConfig(num_layers=2, num_heads=4, width=32, max_seq_len=16, vocab_size=120, init_std=0.2, dropout=0.1)
-    )
+    sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 120}
+    return GPT(GPTConfig(**sizes, init_std=0.2, dropout=0.1))
 
 
 RIGHT = {"block*.up": "colwise", "block*.down": "rowwise"}
@@ -53,33 +51,35 @@ class WithoutAllReduce(RowwiseParallel):
         return outputs.to_local() if isinstance(outputs, DTensor) else outputs
 
 
-class BiasOnEachRank(ParallelStyle):
-    """A rowwise layer by hand, whose bias every rank adds before the sum."""
+class Identity(torch.autograd.Function):
+    """The identity, but for a sum over ``group`` in the forward, and for a ``factor`` in the backward."""
 
-    def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
-        weight = nn.Parameter(distribute_tensor(module.weight.detach(), device_mesh, [Shard(1)]))
-        bias = nn.Parameter(distribute_tensor(module.bias.detach(), device_mesh, [Replicate()]))
-        module.register_parameter("weight", weight)
-        module.register_parameter("bias", bias)
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            partial = nn.functional.linear(x, module.weight.to_local(), module.bias.to_local())
-            return _Sum.apply(partial, device_mesh.get_group())
-
-        module.forward = forward
-        return module
-
-
-class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        torch.distributed.all_reduce(x, group=group)
+    def forward(ctx, x, group, factor):
+        ctx.factor, x = factor, x.clone()
+        if group is not None:
+            torch.distributed.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        return gradient * ctx.factor, None, None
+
+
+class BiasOnEachRank(ParallelStyle):
+    """A rowwise layer by hand, whose bias every rank adds before the sum."""
+
+    def _apply(self, module: nn.Module, device_mesh) -> nn.Module:
+        for name, placement in (("weight", Shard(1)), ("bias", Replicate())):
+            whole = module.get_parameter(name).detach()
+            module.register_parameter(name, nn.Parameter(distribute_tensor(whole, device_mesh, [placement])))
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            part = nn.functional.linear(x, module.weight.to_local(), module.bias.to_local())
+            return Identity.apply(part, device_mesh.get_group(), 1.0)
+
+        module.forward = forward
+        return module
 
 
 class HalfInputGradient(ColwiseParallel):
@@ -87,17 +87,7 @@ class HalfInputGradient(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
-        return DTensor.from_local(_Halving.apply(inputs[0]), device_mesh, [Replicate()], run_check=False)
-
-
-class _Halving(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient / 2
+        return DTensor.from_local(Identity.apply(inputs[0], None, 0.5), device_mesh, [Replicate()], run_check=False)
 
 
 class Normalized(nn.Module):
@@ -107,10 +97,7 @@ class Normalized(nn.Module):
         return x / x.norm(dim=-1, keepdim=True) * 4
 
 
-def normalized() -> nn.Sequential:
-    return blocks(Normalized)
-
-
+normalized = partial(blocks, Normalized)
 NO_ALL_REDUCE = RIGHT | {"block2.down": WithoutAllReduce()}
 BIAS_ON_EACH_RANK = RIGHT | {"block1.down": BiasOnEachRank()}
 HALF_GRADIENT = RIGHT | {"block2.up": HalfInputGradient()}
@@ -138,8 +125,7 @@ class Noisy(nn.Module):
         return x + torch.randn_like(x)
 
 
-def noisy() -> nn.Sequential:
-    return blocks(Noisy)
+noisy = partial(blocks, Noisy)
 
 
 def fails_when_sharded() -> nn.Sequential:

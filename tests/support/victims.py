@@ -1,17 +1,14 @@
 """Runs whose ranks are killed from outside: finding the processes of a launcher's ranks, and ending one."""
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import warm
 from commands import ROOT, TORCHRUN, environment
 
 from paramp.checkpoint.dcp_storage import read_tensor
@@ -22,37 +19,35 @@ TINY = [
     *("launch/train.py", "--batch-size", "8", "--seq-len", "32", "--precision", "16-mixed"),
     *("--set", "train.eval_sequences=8", "--set", "train.eval_every=10000", "--resume", "auto"),
 ]
+_numbers = itertools.count()
 
 
 class Run:
     """A command in a session of its own, its output in a file, that a test watches and disturbs."""
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
-        self.log, self.pids = log, Path(tempfile.mkdtemp(prefix="paramp-pids-"))
+        self.log, self._mark = log, f"{os.getpid()}-{next(_numbers)}"
+        env = environment(variables | {"PARAMP_TEST_RUN": self._mark})
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment(variables | {warm.PIDS: str(self.pids)}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids by rank, of the processes that are there now. Warm ones are no descendants; each has a file."""
-        if written := {int(path.name): path.read_text() for path in self.pids.glob("[0-9]*")}:
-            return {rank: int(pid) for rank, pid in written.items() if pid and Path("/proc", pid).exists()}
+    def _processes(self) -> dict[int, int | None]:
+        """The run's processes, each with its rank. A warm one stands for the process that a server has forked for it,
+        and that is killed with it."""
         found = {}
-        for pid in descendants(self.process.pid):
-            try:
-                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            rank = next((entry for entry in entries if entry.startswith(b"RANK=")), b"")
-            if rank:
-                found[int(rank[5:])] = pid
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                entries = path.read_text(errors="replace").split("\0")
+                if f"PARAMP_TEST_RUN={self._mark}" in entries:
+                    ranks = [int(entry[5:]) for entry in entries if entry.startswith("RANK=")]
+                    found[int(path.parent.name)] = ranks[0] if ranks else None
         return found
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the processes that are there now; those that a rank has started come after it."""
+        return {rank: pid for pid, rank in sorted(self._processes().items(), reverse=True) if rank is not None}
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 90.0, pause: float = 0.01) -> bool:
         """Whether ``condition`` came true before the run ended or ``seconds`` passed."""
@@ -65,12 +60,10 @@ class Run:
 
     def kill(self, rank: int) -> bool:
         """End one rank at once. False if it is not there."""
-        pid = self.ranks().get(rank)
-        try:
-            os.kill(pid or 0, signal.SIGKILL) if pid else None
-        except ProcessLookupError:
-            return False
-        return pid is not None
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            os.kill(self.ranks()[rank], signal.SIGKILL)
+            return True
+        return False
 
     def finish(self, seconds: float = 150.0) -> int:
         """The exit code."""
@@ -82,53 +75,25 @@ class Run:
 
     def end(self) -> None:
         """End everything that is still there."""
-        warm_ones = [path.read_text() for path in self.pids.iterdir()] if self.process.poll() is None else []
-        for pid in [*map(int, filter(None, warm_ones)), *descendants(self.process.pid), self.process.pid]:
-            try:
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait()
-        shutil.rmtree(self.pids, ignore_errors=True)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that ``pid`` has started, and those that they have."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:
-                continue
-            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
-
-
 def torchrun_command(processes: int, *arguments: str, restarts: int = 0) -> list[str]:
-    return [
-        *TORCHRUN,
-        *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
-        *("--master-port", str(free_port()), *arguments),
-    ]
+    where = ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    return [*TORCHRUN, *where, "--max-restarts", str(restarts), *arguments]
 
 
 def weights_at(checkpoint: Path) -> dict[str, bytes]:
     """The bytes of every tensor of a checkpoint but the default random streams, which hold Python's own."""
     with OpenCheckpoint(checkpoint) as opened:
-        return {
-            name: read_tensor(opened, name).numpy().tobytes()
-            for name in opened.header.tensors
-            if not name.startswith("random.rank.")
-        }
+        names = [name for name in opened.header.tensors if not name.startswith("random.rank.")]
+        return {name: read_tensor(opened, name).numpy().tobytes() for name in names}

@@ -5,19 +5,18 @@ has a server that imported torch once fork a process for it, hands over its envi
 on and ends as that process does. Whatever the process starts with ``sys.executable`` goes the same way.
 
 Two servers take turns by rank, so that the hashes of strings, and with them the order of sets, differ between ranks as
-they do in processes that were started one by one. Command lines with options of the interpreter, those in or with a
-``PYTHONPATH`` of another tree, and all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an
-ordinary Python. ``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
+they do otherwise. Command lines with options of the interpreter, those in or with a ``PYTHONPATH`` of another tree, and
+all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
+``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
 The workers of pytest-xdist use the servers of the process that started them (:func:`share`). :func:`bare` is for trees
 whose package is another one each time: its servers have not imported any, and those of the tests are forked from it.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -25,6 +24,7 @@ import logging
 import marshal
 import os
 import pkgutil
+import runpy
 import select
 import shutil
 import signal
@@ -43,20 +43,16 @@ import block_sizes
 ROOT = Path(__file__).parents[2]
 SHARED = "PARAMP_TEST_SERVERS"
 BARE = "PARAMP_TEST_BARE"
-PIDS = "PARAMP_TEST_PIDS"
-"""A folder in which each warm process writes its process id, into a file with the name of its rank."""
 SERVERS = 2
 AVAILABLE = hasattr(os, "pidfd_open")  # Linux
-PRELOADED = (
-    *("torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.distributed.checkpoint"),
-    *("torch._dynamo", "torch.distributed.run", "torch.utils.data", "numpy", "safetensors.torch", "pytest", "tomllib"),
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
-    *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.elastic.rendezvous.registry"),
-)
-OPTIONAL = (
-    *("rich.live", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
-    *("peft", "torchao.float8"),
-)
+PRELOADED = ["torch._dynamo", "torch.utils.data", "numpy", "safetensors.torch", "pytest", "tomllib"]
+PRELOADED += [f"torch.distributed.{name}" for name in ("tensor.parallel", "pipelining", "checkpoint", "run")]
+PRELOADED += [
+    f"torch.distributed.elastic.{name}"
+    for name in ("agent.server.local_elastic_agent", "rendezvous.c10d_rendezvous_backend", "rendezvous.registry")
+]
+OPTIONAL = ["rich.live", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "peft"]
+OPTIONAL += ["torchao.float8"]
 """Those that several tests import on each of their ranks."""
 
 CLIENT = """#!{python} -IS
@@ -104,26 +100,22 @@ os._exit(code)
 """
 
 
-@functools.cache
-def folder() -> Path:
-    """Where the programs are: first on the PATH of the commands that the tests run."""
-    if _is_shared():
-        return Path(os.environ[SHARED])
+def _new_folder() -> Path:
     path = Path(tempfile.mkdtemp(prefix="paramp-python-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
 
 
+@functools.cache
+def folder() -> Path:
+    """Where the programs are: first on the PATH of the commands that the tests run."""
+    shared = Path(os.environ.get(SHARED, os.devnull))  # of the process that started this one, for this tree's package
+    return shared if (shared / "root").exists() and os.path.samefile(shared / "root", ROOT) else _new_folder()
+
+
 def python() -> str:
     """The program to start Python with; :func:`start` makes it."""
     return str(folder() / "python") if AVAILABLE and not os.environ.get("PARAMP_TEST_COLD") else sys.executable
-
-
-def _is_shared() -> bool:
-    """Whether the process that started this one has servers, with this tree's package."""
-    return Path(os.environ.get(SHARED, os.devnull), "root").exists() and os.path.samefile(
-        Path(os.environ[SHARED], "root"), ROOT
-    )
 
 
 def share() -> None:
@@ -135,29 +127,25 @@ def share() -> None:
 @functools.cache
 def start() -> None:
     """Start the servers. They are ready when torch is imported; until then commands wait for them."""
-    if python() == sys.executable or _is_shared():
-        return
-    (folder() / "root").symlink_to(ROOT)
-    _start(folder(), python(), str(ROOT / "paramp"))
+    if python() != sys.executable and not (folder() / "root").exists():
+        (folder() / "root").symlink_to(ROOT)
+        _start(folder(), python(), str(ROOT / "paramp"))
 
 
 def bare() -> str:
     """A program that starts Python with all imported but the package. :func:`start` makes servers with it if the
     environment names it as ``PARAMP_TEST_BARE``."""
-    place = Path(tempfile.mkdtemp(prefix="paramp-python-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    place = _new_folder()
     _start(place, sys.executable, "")
     return str(place / "python")
 
 
 def _start(place: Path, executable: str, package: str) -> None:
     """Servers of processes with ``package`` imported, whose ``sys.executable`` is ``executable``."""
-    listeners = []
-    for number in range(SERVERS):
-        listener = socket.socket(socket.AF_UNIX)
+    listeners = [socket.socket(socket.AF_UNIX) for _ in range(SERVERS)]
+    for number, listener in enumerate(listeners):
         listener.bind(str(place / str(number)))
         listener.listen(128)
-        listeners.append(listener)
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", block_sizes.VARIABLE)}
     for number, listener in enumerate(listeners):
         process = subprocess.Popen(
@@ -169,36 +157,18 @@ def _start(place: Path, executable: str, package: str) -> None:
             start_new_session=True,
         )
         listener.close()
-        atexit.register(_stop, process)
+        atexit.register(process.communicate)
     libraries = os.environ.get("LD_LIBRARY_PATH", "")
-    names = {"python": sys.executable, "folder": str(place), "servers": SERVERS, "libraries": libraries}
-    names["package"] = package
-    for name, text in {
-        "python": CLIENT.format(**names),
-        "torchrun": f'#!/bin/sh\nexec "{place / "python"}" -m torch.distributed.run "$@"\n',
-    }.items():
+    client = CLIENT.format(
+        python=sys.executable, folder=str(place), servers=SERVERS, libraries=libraries, package=package
+    )
+    torchrun = f'#!/bin/sh\nexec "{place / "python"}" -m torch.distributed.run "$@"\n'
+    for name, text in {"python": client, "torchrun": torchrun}.items():
         (place / name).write_text(text)
         (place / name).chmod(0o755)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.stdin.close()  # type: ignore[union-attr]
-    process.wait()
-
-
 # ----------------------------------------------------------------------------------------------------- the server
-
-
-def _receive(connection: socket.socket) -> tuple[list, list[int]]:
-    """A client's job, and its open files."""
-    header, files, _, _ = socket.recv_fds(connection, 8, 250)
-    missing, parts = int.from_bytes(header, "big"), []
-    while missing:
-        parts.append(connection.recv(missing))
-        if not parts[-1]:
-            raise ConnectionError("the client has ended")
-        missing -= len(parts[-1])
-    return marshal.loads(b"".join(parts)), files
 
 
 def serve(listener: socket.socket) -> list:
@@ -216,10 +186,13 @@ def serve(listener: socket.socket) -> list:
 
 def _start_job(connection: socket.socket) -> list:
     """Fork the process of the client's job, and tell the client its number and how it ended."""
-    try:
-        job, files = _receive(connection)
-    except (ConnectionError, EOFError, ValueError):
-        os._exit(1)
+    header, files, _, _ = socket.recv_fds(connection, 8, 250)
+    size = int.from_bytes(header, "big")
+    with connection.makefile("rb") as stream:
+        sent = stream.read(size)
+    if not size or len(sent) < size:
+        os._exit(1)  # the client has ended
+    job = marshal.loads(sent)
     begin, go = os.pipe()
     pid = os.fork()
     if not pid:
@@ -246,8 +219,6 @@ def _start_job(connection: socket.socket) -> list:
 
 def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Give the client's files the numbers that they have there."""
-    import fcntl
-
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
     for file in files:
         os.close(file)
@@ -259,6 +230,7 @@ def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
 def become(job: list, base: Sequence[str], executable: str) -> None:
     """Run the job's command line as the interpreter would."""
     words, environment, cwd, client, parent, _ = job
+    is_unbuffered = words[0] == "-u"
     os.setsid()
     for kind in ("net", "uts", "mnt"):  # of another host, where a test makes some
         if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
@@ -267,35 +239,29 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    if folder := environment.get(PIDS):
-        Path(folder, environment.get("RANK", "none")).write_text(str(os.getpid()))
     os.getppid = lambda: parent  # type: ignore[assignment]
     sys.executable = executable
     sys.orig_argv = [executable, *words]
-    if words[0] == "-u" or environment.get("PYTHONUNBUFFERED"):
+    if is_unbuffered or environment.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    if words[0] == "-u":
-        words = words[1:]
+    words = words[is_unbuffered:]
     importlib.import_module("numpy").random.seed()  # Python's own does so by itself
     first = {"-c": "", "-m": cwd}.get(words[0], os.path.dirname(os.path.realpath(words[0])))
     sys.path[:] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *base]
     if environment.get(block_sizes.VARIABLE) == "small":
         block_sizes.use(True)  # imports the package, so from that path
     if words[0] == "-m":
-        import runpy
-
         sys.argv = words[1:]
         if not hasattr(sys.modules.get(words[1]), "__path__"):  # of a package, another module is run
             sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
-    main = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[0] == "-c":
         sys.argv, source, name = ["-c", *words[2:]], words[1], "<string>"
     else:
         sys.argv, source, name = list(words), Path(words[0]).read_bytes(), words[0]
         main.__file__ = name
-    sys.modules["__main__"] = main
     exec(compile(source, name, "exec", dont_inherit=True), main.__dict__)
 
 

@@ -7,19 +7,19 @@ go over the buffer in blocks; a mistake in any of them leaves elements far off.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from compiler import needs_compiler
 from families import cases, family
-from pool import run_on_ranks, shared_folder
+from pool import World, run_on_ranks
+from reference import local, whole
+from small_engines import assert_same_tensors
 from torch import nn
 
 import paramp
 from paramp.base import sizes
-from paramp.optim.choose_step import PlainStep
-from paramp.optim.compiled.step import CompiledStep
-from paramp.optim.fused_step import FusedStep
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 pytestmark = [
@@ -44,13 +44,9 @@ MODES = {
 }
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=LR, eps=1e-3, weight_decay=0.5)
-
-
-def own_step(parameters):
-    """As :func:`adamw`, but not in the fused kernels."""
-    return torch.optim.AdamW(parameters, lr=LR, eps=1e-3, weight_decay=0.5, foreach=True)
+ADAMW = partial(torch.optim.AdamW, lr=LR, eps=1e-3, weight_decay=0.5)
+OWN_STEP = partial(ADAMW, foreach=True)
+"""Not in the fused kernels."""
 
 
 def sample(step, rank=0, width=IN):
@@ -104,33 +100,30 @@ def assert_close(found, expected, atol, rtol):
         torch.testing.assert_close(value.double(), expected[name].detach(), atol=atol, rtol=rtol, msg=name)
 
 
-def check_training(world, mode, make, kind, width=IN, parallel=None, compiled=False, folder=None):
+def check_training(world, mode, make, parallel, folder, **config):
     """Train beside the reference: with a step that overflows in its last element, and a weight changed in place."""
-    config = MODES[mode] | {"clip_grad_norm": CLIP, "ema": {"decay": DECAY}, "parallel": parallel or {}}
-    ranks, rank = (world.size, world.rank) if world else (1, 0)
+    width = 2 * IN if parallel else IN  # each rank has three blocks
     # A state in bf16 has 8 bits.
     close = {"atol": LR / 20 if mode == "bf16-state" else 2e-6, "rtol": 1e-6}
-    with paramp.launch_from_torch(config | ({"compile": True} if compiled else {})):
-        reference = Reference(width, ranks, make)
+    config |= MODES[mode] | {"clip_grad_norm": CLIP, "ema": {"decay": DECAY}, "parallel": parallel}
+    with paramp.launch_from_torch(config):
+        reference = Reference(width, world.size, make)
         engine, *_ = paramp.initialize(model_of(width), make, loss)
-        assert type(engine._optimizer_step.updates[0]) is kind
-        length = sum(buffer.own_size for buffer in engine._weights.buffers)
-        assert length > 3 * sizes.STEP_BLOCK["cpu"]
+        assert 3 * sizes.STEP_BLOCK["cpu"] < (IN + 1) * OUT
         for step in STEPS:
             if step == EDIT:
                 with torch.no_grad():
                     engine.module.weight.mul_(0.5)
-                halved = engine.module.weight.full_tensor() if is_sharded(parallel) else engine.module.weight
+                halved = whole(engine.module.weight)
                 if mode.endswith("remainder"):  # it belongs to any weight: followed to half a unit
                     followed = engine.full_state_dict()["weight"]
                     torch.testing.assert_close(followed, halved.float(), atol=1e-6, rtol=2.0**-8)
                     halved = followed
                 reference.weights["weight"].data.copy_(halved)
-            x, y = sample(step, rank, width)
+            x, y = sample(step, world.rank, width)
             engine.forward_backward(x, y)
             if step == OVERFLOW:
-                mine = engine.module.bias.grad if not is_sharded(parallel) else engine.module.bias.grad.to_local()
-                mine[-1:] = math.inf
+                local(engine.module.bias.grad)[-1:] = math.inf
             result = engine.step()
             engine.zero_grad()
             assert result.stepped == (step != OVERFLOW)
@@ -139,66 +132,39 @@ def check_training(world, mode, make, kind, width=IN, parallel=None, compiled=Fa
             assert_close(engine.full_state_dict(), reference.weights, **close)
         assert_close(engine.ema.full_state_dict(), reference.averages, **close)
         assert engine.check_replicas() == []
-        if folder is not None:
-            check_checkpoint(engine, make, width, folder)
+        engine.save(folder)
+        other, *_ = paramp.initialize(nn.Linear(width, OUT), make, loss)
+        other.load(folder)
+        for one, loaded in ((engine, other), (engine.ema, other.ema)):
+            assert_same_tensors(loaded.full_state_dict(), one.full_state_dict())
         with engine.ema.applied():
             pass
         assert_close(engine.full_state_dict(), reference.weights, **close)
 
 
-def is_sharded(parallel):
-    return "data" in (parallel or {})
+LAYOUTS = {"1": {}, "dp2": {}, "zero": {"zero": 1}, "fsdp2": {"data": {"shard": 2}}}
+CELLS = [("1", mode, "fused") for mode in MODES] + [("1", mode, "own") for mode in ("fp32", "bf16", "fp16")]
+CELLS += [("1", mode, "compiled") for mode in ("fp32", "fp16", "bf16-remainder", "fp16-remainder")]
+CELLS += [(layout, mode, "fused") for layout in ("dp2", "zero", "fsdp2") for mode in ("fp16", "exact")]
+CELLS += [("dp2", "bf16-remainder", "fused"), ("zero", "bf16-remainder", "fused")]
+PART = {("1", "fp16", "fused"), ("1", "bf16-remainder", "fused"), ("1", "bf16", "own"), ("dp2", "fp16", "fused")}
+PART |= {("1", "bf16-remainder", "compiled")}
 
 
-def check_checkpoint(engine, make, width, path):
-    """A new engine has the same bits from it."""
-    engine.save(path)
-    saved = engine.full_state_dict(), engine.ema.full_state_dict()
-    other, *_ = paramp.initialize(nn.Linear(width, OUT), make, loss)
-    other.load(path)
-    for values, loaded in zip(saved, (other.full_state_dict(), other.ema.full_state_dict()), strict=True):
-        assert all(torch.equal(value, loaded[name]) for name, value in values.items())
+def marked(layout, mode, way):
+    return pytest.param(layout, mode, way, marks=[needs_compiler] if way == "compiled" else [])
 
 
-ONE = [(mode, "fused") for mode in MODES] + [("fp32", "own"), ("bf16", "own"), ("fp16", "own")]
-
-
-@family
-@pytest.mark.parametrize(
-    ("mode", "way"), cases("blocks", ONE, {("fp16", "fused"), ("bf16-remainder", "fused"), ("bf16", "own")}, 2)
-)
-def test_training(mode, way, tmp_path):
-    make, kind = (adamw, FusedStep) if way == "fused" else (own_step, PlainStep)
-    check_training(None, mode, make, kind, folder=tmp_path / "saved")
-
-
-COMPILED = ["fp32", "fp16", "bf16-remainder", "fp16-remainder"]
-
-
-@needs_compiler
 @family
 @pytest.mark.filterwarnings("ignore:compile.*run.* eagerly")  # the model, which is not tested here
-@pytest.mark.parametrize("mode", cases("blocks, compiled", COMPILED, ["bf16-remainder"], 1))
-def test_training_with_the_compiled_step(mode):
-    check_training(None, mode, adamw, CompiledStep, compiled=True)
-
-
-LAYOUTS = {"dp2": {}, "zero": {"zero": 1}, "fsdp2": {"data": {"shard": 2}}}
-"""With ``zero`` and ``fsdp2`` the model is twice as large: each rank has three blocks."""
-TWO = [(mode, layout) for layout in LAYOUTS for mode in ("fp16", "exact")]
-TWO += [("bf16-remainder", "dp2"), ("bf16-remainder", "zero")]
-
-
-def on_two_ranks(world, mode, layout):
-    folder = shared_folder() / "saved"
-    width = IN if layout == "dp2" else 2 * IN
-    check_training(world, mode, adamw, FusedStep, width, LAYOUTS[layout], folder=folder)
-
-
-@family
-@pytest.mark.parametrize(("mode", "layout"), cases("blocks of ranks", TWO, {("fp16", "dp2")}, 2))
-def test_training_on_two_ranks(mode, layout):
-    run_on_ranks(2, __name__, "on_two_ranks", {"mode": mode, "layout": layout})
+@pytest.mark.parametrize(("layout", "mode", "way"), [marked(*cell) for cell in cases("blocks", CELLS, PART, 5)])
+def test_training(layout, mode, way, tmp_path):
+    given = {"mode": mode, "make": OWN_STEP if way == "own" else ADAMW, "parallel": LAYOUTS[layout]}
+    given |= {"folder": tmp_path / "saved", "compile": way == "compiled"}
+    if layout == "1":
+        check_training(World(0, 1, "cpu"), **given)
+    else:
+        run_on_ranks(2, __name__, "check_training", given)
 
 
 RATE = {"bf16-true": 2.0**-14, "16-true": 2.0**-17}

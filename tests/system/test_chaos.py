@@ -4,6 +4,7 @@
 that go on in another layout.
 """
 
+import functools
 import os
 import random
 
@@ -33,18 +34,16 @@ def command(layout, folder):
 
 @pytest.fixture(scope="module")
 def in_peace(tmp_path_factory):
-    """What a run of a layout ends with that nobody disturbs."""
-    known = {}
+    """``in_peace(command, place)``: what a run ends with that nobody disturbs."""
 
-    def weights(layout):
-        if layout not in known:
-            folder = tmp_path_factory.mktemp(layout)
-            with Run(command(layout, folder / "checkpoints"), folder / "log", **START) as run:
-                assert run.finish() == 0, run.log.read_text()
-            known[layout] = weights_at(folder / "checkpoints" / f"step-{STEPS:08d}")
-        return known[layout]
+    @functools.cache
+    def end(command, place):
+        folder = tmp_path_factory.mktemp(place)
+        with Run(command(place, folder / "checkpoints"), folder / "log", **START) as run:
+            assert run.finish() == 0, run.log.read_text()
+        return weights_at(folder / "checkpoints" / f"step-{STEPS:08d}")
 
-    return weights
+    return end
 
 
 @family
@@ -70,7 +69,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, in_peace, layout, num
             run.wait_for(lambda: False, seconds=chance.uniform(0.0, 0.5))
             assert run.kill(victim)
         assert run.finish() == 0, run.log.read_text()
-    assert weights_at(folder / f"step-{STEPS:08d}") == in_peace(layout)
+    assert weights_at(folder / f"step-{STEPS:08d}") == in_peace(command, layout)
 
 
 PLACES = {
@@ -90,25 +89,10 @@ def reproducible(place, folder):
     return torchrun_command(processes, *TINY, *SHORT, *options, "--steps", str(STEPS))
 
 
-@pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory):
-    """What a run on one process ends with that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("one")
-    with Run(reproducible("1", folder / "checkpoints"), folder / "log", **START) as run:
-        assert run.finish() == 0, run.log.read_text()
-    return state_at(folder / "checkpoints")
-
-
-def state_at(folder):
-    """Weights, masters and optimizer state; random streams are of the layout, and not drawn from."""
-    weights = weights_at(folder / f"step-{STEPS:08d}")
-    return {name: value for name, value in weights.items() if not name.startswith("random.")}
-
-
 @family
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("before", "after"), cases("chaos, other layouts", MOVES, [("tp2", "fsdp2")], 1))
-def test_a_killed_run_goes_on_in_another_layout_with_the_same_bits(tmp_path, of_one_process, before, after):
+def test_a_killed_run_goes_on_in_another_layout_with_the_same_bits(tmp_path, in_peace, before, after):
     folder = tmp_path / "checkpoints"
     with Run(reproducible(before, folder), tmp_path / "log", **START) as run:
         assert run.wait_for((folder / f"step-{EVERY:08d}").exists), run.log.read_text()
@@ -118,6 +102,8 @@ def test_a_killed_run_goes_on_in_another_layout_with_the_same_bits(tmp_path, of_
     with Run(reproducible(after, folder), tmp_path / "log of the other", **START) as run:
         assert run.finish() == 0, run.log.read_text()
         assert f"resumed from {folder}" in run.log.read_text()
-    ended = state_at(folder)
-    assert ended.keys() == of_one_process.keys()
-    assert [name for name, value in of_one_process.items() if ended[name] != value] == []
+    states = weights_at(folder / f"step-{STEPS:08d}"), in_peace(reproducible, "1")
+    # Weights, masters and optimizer state; random streams are of the layout, and not drawn from.
+    ended, expected = ({k: v for k, v in state.items() if not k.startswith("random.")} for state in states)
+    assert ended.keys() == expected.keys()
+    assert [name for name, value in expected.items() if ended[name] != value] == []

@@ -29,33 +29,3 @@ def test_every_entry_is_a_claim_and_names_what_shows_it():
 )
 def test_an_entry_that_shows_nothing_is_found(shown, why):
     assert why in problem(shown)
-
-
-def test_a_claim_is_a_word_or_a_number_outside_of_code(tmp_path, monkeypatch):
-    text = """# Every title
-Ranks agree. *All* of them, by `any()`. It takes 0.94 of the time. See [every page](x.md). With fp16 and `16-mixed`.
-
-- It never waits
-  for a rank.
-
-```python
-every = 1
-```
-
-| mode | ratio |
-|---|---|
-| a | 0.5 |
-
-| mode | dtype |
-|---|---|
-| a | half |
-"""
-    (tmp_path / "page.md").write_text(text)
-    monkeypatch.setattr("claims.ROOT", tmp_path)
-    assert claims("page.md") == [
-        "*All* of them, by `any()`.",
-        "It takes 0.94 of the time.",
-        "See every page.",
-        "It never waits for a rank.",
-        "table, any: | mode | ratio |",
-    ]

@@ -16,7 +16,6 @@ from families import WHOLE, family, long
 from pool import run_on_ranks
 from test_corpus import save_tokenizer
 from test_dataloader import few_cores
-from test_images import save_cifar10
 
 import paramp
 from paramp.compat.apex import amp
@@ -122,41 +121,40 @@ def test_prepared_tokens_are_what_is_trained_on(tmp_path):
     assert "bigram" not in result.stdout
 
 
-def test_prepared_bytes_of_a_folder_are_split_by_file(tmp_path):
-    texts = tmp_path / "texts"
+def test_prepared_bytes_of_a_folder_are_split_by_file_and_kept(tmp_path, capsys):
+    texts, output = tmp_path / "texts", tmp_path / "out"
     texts.mkdir()
     for index in range(60):
         (texts / f"{index}.txt").write_text(f"file {index}\n")
-    assert prepare_data(texts, "--output", tmp_path / "out") == 0
-    direct, prepared = load_corpus(str(texts)), load_corpus(str(tmp_path / "out"))
+    assert prepare_data(texts, "--output", output) == 0
+    direct, prepared = load_corpus(str(texts)), load_corpus(str(output))
     assert (prepared.unit, prepared.vocab_size) == ("byte", 256)
     for one, other in ((direct.training, prepared.training), (direct.held_out, prepared.held_out)):
         assert one.read(0, len(one)).tolist() == other.read(0, len(other)).tolist()
-
-
-def test_prepare_data_reports_bad_input(tmp_path, capsys):
-    text, short, output = tmp_path / "text.txt", tmp_path / "one.txt", tmp_path / "out"
-    text.write_text("some text\n" * 10)
-    short.write_text("x")
-
-    def refused(*arguments):
-        assert prepare_data(*arguments, "--output", output) == 2
-        assert not list(output.glob(".*"))
-        printed = capsys.readouterr().err
-        assert printed.count("\n") == 1
-        return printed
-
-    assert "error: input: '/none' does not exist" in refused("/none")
-    assert "error: tokenizer: no file '/none'" in refused(text, "--tokenizer", "/none")
-    assert "too few to hold some out" in refused(short)
-    assert list(output.iterdir()) == []
-    assert prepare_data(text, "--output", output) == 0
     before = (output / "train.bin").read_bytes()
-    text.write_text("other text\n" * 10)
-    assert "train.bin' exists; give another folder, or --force" in refused(text)
+    (texts / "0.txt").write_text("other text\n")
+    for data, folder, message in (
+        ("/none", "other", "input: '/none' does not exist"),
+        (texts, "out", "exists; give another folder, or --force"),
+    ):
+        assert prepare_data(data, "--output", tmp_path / folder) == 2
+        printed = capsys.readouterr().err
+        assert message in printed
+        assert printed.count("\n") == 1
     assert (output / "train.bin").read_bytes() == before
-    assert prepare_data(text, "--output", output, "--force") == 0
+    assert prepare_data(texts, "--output", output, "--force") == 0
     assert (output / "train.bin").read_bytes() != before
+
+
+def save_cifar10(folder, training, held_out):
+    """Files in the form of CIFAR-10's, in two batches: each class has a brightness of its own."""
+    folder = folder / "cifar-10-batches-bin"
+    folder.mkdir()
+    labels = np.arange(training + held_out) % 10
+    pixels = np.random.default_rng(0).integers(0, 30, (len(labels), 3072)) + labels[:, None] * 20
+    parts = np.split(np.column_stack([labels, pixels]).astype(np.uint8), [training // 2, training])
+    for name, part in zip(("data_batch_1", "data_batch_2", "test_batch"), parts, strict=True):
+        part.tofile(folder / f"{name}.bin")
 
 
 @pytest.mark.parametrize(
@@ -181,38 +179,6 @@ def test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four(tmp_path, nam
         assert ("head" in text or "fc" in text) == (rank >= 2)  # the last stage
     assert losses(printed[0]) == pytest.approx([alone], abs=5e-3)
     assert ("of 67 held-out images are recognised" in printed[0]) == (name == "vision")
-
-
-def test_the_gpt_example_takes_longer_sequences_than_its_preset(tmp_path):
-    (tmp_path / "text").write_text("the cat sat on the mat\n" * 400)
-    arguments = ["--data", tmp_path / "text", "--batch-size", "1"]
-    run_example("gpt", *arguments, "--seq-len", "300", "--steps", "1")  # tiny's own maximum is 256
-    for length, message in ((0, "max_seq_len: got 0, expected an integer"), (9000, "seq_len: got 9000, expected less")):
-        with pytest.raises(paramp.ConfigError, match=message):
-            run_example("gpt", *arguments, "--seq-len", length)
-
-
-def test_the_vision_example_refuses_a_batch_that_the_data_does_not_fill(tmp_path):
-    save_cifar10(tmp_path, training=48, held_out=8)
-    with pytest.raises(paramp.ConfigError, match="train_dataloader: batch_size 50, but a data rank has 48 samples"):
-        run_example("vision", "--images", tmp_path, "--batch-size", "50")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--epochs", "0"], "argument --epochs: got 0, expected 1 or more"),
-        (["--batch-size", "-1"], "argument --batch-size: got -1, expected 1 or more"),
-        (["--images", "0"], "argument --images: got 0, expected 1 or more"),
-        (["--images", "9"], "--images: got 9, expected at most the 8 that there are to train on"),
-    ],
-)
-def test_the_script_of_colossalais_document_reports_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
-    save_cifar10(tmp_path, training=8, held_out=8)
-    monkeypatch.setenv("DATA", str(tmp_path))
-    with pytest.raises(SystemExit):
-        run_example("colossalai_resnet34", *arguments)
-    assert message in capsys.readouterr().err
 
 
 @few_cores

@@ -30,7 +30,8 @@ from paramp.config.schema import Config, flatten
 from paramp.config.training import TrainConfig
 from paramp.models import GPT
 from paramp.precision import policy
-from paramp.precision.policy import PRESETS, STORAGE, Float8, LossScaling
+from paramp.precision.policy import PRESETS, STORAGE, Float8
+from paramp.scaling.loss_scaling import LossScaling
 from paramp.tools.flags import FLAGS, number_or_word
 from paramp.tools.train_config import configure
 
@@ -63,35 +64,12 @@ NUMBERS = st.one_of(
     st.floats(),
     st.sampled_from([0.0, -0.0, 0.5, 1.0, 2.0, 1e-45, 1e-320, 1e39, 1e300, math.inf, math.nan]),
 )
-TEXTS = st.one_of(
-    st.text(max_size=6),
-    st.sampled_from(
-        ["auto", "True", "1", "", " ", "\n", "a\nb", "\0", "\ud800", "nan", "1e999", "x" * 3000, "%s", "{}"]
-    ),
-    st.sampled_from([*PRESETS, *SCHEDULES, *map(str, ALIASES), "float16", "fp16", "torch.float8_e4m3fn", "torch.nn"]),
-)
-ODD = st.sampled_from(
-    [
-        np.int64(2),
-        np.float32(0.5),
-        np.zeros(3),
-        torch.zeros(2, 2),
-        torch.float16,
-        torch.int8,
-        Path("a"),
-        b"x",
-        AMP_TYPE.TORCH,
-        AMP_TYPE.NAIVE,
-        AMP_TYPE.APEX,
-        PRESETS["16-mixed"],
-        LossScaling(),
-        TensorConfig(),
-        object,
-        len,
-        {1, 2},
-    ]
-)
-SCALARS = st.one_of(st.none(), st.booleans(), INTEGERS, NUMBERS, TEXTS, ODD)
+ODD_TEXTS = ["auto", "True", "1", "", " ", "\n", "a\nb", "\0", "\ud800", "nan", "1e999", "x" * 3000, "%s", "{}"]
+NAMES_OF_MODES = [*PRESETS, *SCHEDULES, *map(str, ALIASES), "float16", "fp16", "torch.float8_e4m3fn", "torch.nn"]
+TEXTS = st.one_of(st.text(max_size=6), st.sampled_from(ODD_TEXTS), st.sampled_from(NAMES_OF_MODES))
+ODD = [np.int64(2), np.float32(0.5), np.zeros(3), torch.zeros(2, 2), torch.float16, torch.int8, Path("a"), b"x"]
+ODD += [*AMP_TYPE, PRESETS["16-mixed"], LossScaling(), TensorConfig(), object, len, {1, 2}]
+SCALARS = st.one_of(st.none(), st.booleans(), INTEGERS, NUMBERS, TEXTS, st.sampled_from(ODD))
 ANYTHING = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
@@ -182,16 +160,15 @@ def tables(cls):
 
 CONFIGS = st.one_of(tables(Config), tables(Config), tables(Config), ANYTHING)
 
-KEYS = sorted(
-    {
-        *(f"parallel.{item.name}" for item in dataclasses.fields(ParallelConfig)),
-        *(f"parallel.tensor.{item.name}" for item in dataclasses.fields(TensorConfig)),
-        *(f"parallel.pipeline.{item.name}" for item in dataclasses.fields(PipelineConfig)),
-        *(f"train.{item.name}" for item in dataclasses.fields(TrainConfig)),
-        *(item.name for item in dataclasses.fields(Config)),
-        *("fp16.mode", "fp16.initial_scale", "precision.mode", "precision.init_scale", "OWN", "parallel.tensor.size.x"),
-    }
-)
+TABLES = {
+    "": Config,
+    "parallel.": ParallelConfig,
+    "parallel.tensor.": TensorConfig,
+    "parallel.pipeline.": PipelineConfig,
+}
+TABLES["train."] = TrainConfig
+KEYS = sorted(f"{table}{item.name}" for table, cls in TABLES.items() for item in dataclasses.fields(cls))
+KEYS += ["fp16.mode", "fp16.initial_scale", "precision.mode", "precision.init_scale", "OWN", "parallel.tensor.size.x"]
 TOML = st.one_of(
     st.sampled_from(
         ["2", "0", "-1", "true", "None", "[1, 2]", "{size = 2}", '"zbv"', "1e400", "nan", "1979-05-27", "[" * 3000]
@@ -311,48 +288,33 @@ def test_a_command_line_is_accepted_or_refused_in_one_line(words):
 # ----------------------------------------------------------------------------------------------- what was accepted runs
 
 
-def layouts():
-    """``parallel`` of a world of one or of two."""
-    sizes = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
-    pipeline = st.fixed_dictionaries(
-        {},
-        optional={
-            "schedule": st.sampled_from(sorted(SCHEDULES)),
-            "microbatches": st.integers(1, 6),
-            "stages_per_rank": st.integers(1, 3),
-        },
-    )
-    return st.builds(
-        lambda size, pipeline, zero, sequence: {
-            "tensor": size[0],
-            "pipeline": {**pipeline, "size": size[1]},
-            "data": size[2],
-            "zero": zero,
-            "sequence_parallel": sequence and size[0] > 1,
-        },
-        sizes,
-        pipeline,
-        st.integers(0, 1),
-        st.booleans(),
-    )
-
-
+SIZES = [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": {"size": 2}}, {"data": 2}]
+PIPELINE = {
+    "schedule": st.sampled_from(sorted(SCHEDULES)),
+    "microbatches": st.integers(1, 6),
+    "stages_per_rank": st.integers(1, 3),
+}
+OPTIONS = {
+    "clip_grad_norm": st.one_of(st.none(), plausible(float)),
+    "gradient_accumulation": st.integers(1, 3),
+    "masters": st.sampled_from([None, "full", "remainder"]),
+    "grad_dtype": st.sampled_from([None, "fp32", "fp16"]),
+    "reduce_dtype": st.sampled_from([None, "fp32", "bf16", {"dp": "fp32"}]),
+    "seed": plausible(int),
+    "emulate_fp16": st.sampled_from([True, False, "auto"]),
+}
+PARALLEL = st.builds(
+    lambda size, pipeline, zero: {"data": 1} | size | {"pipeline": size.get("pipeline", {}) | pipeline, "zero": zero},
+    st.sampled_from(SIZES),
+    st.fixed_dictionaries({}, optional=PIPELINE),
+    st.integers(0, 1),
+)
+"""Of a world of one or of two."""
 TRAINABLE = st.builds(
     lambda parallel, precision, rest: {"parallel": parallel, "precision": precision, **rest},
-    layouts(),
+    PARALLEL,
     st.one_of(st.sampled_from(sorted(PRESETS)), st.sampled_from(sorted(PRESETS)).flatmap(with_mode)),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "clip_grad_norm": st.one_of(st.none(), plausible(float)),
-            "gradient_accumulation": st.integers(1, 3),
-            "masters": st.sampled_from([None, "full", "remainder"]),
-            "grad_dtype": st.sampled_from([None, "fp32", "fp16"]),
-            "reduce_dtype": st.sampled_from([None, "fp32", "bf16", {"dp": "fp32"}]),
-            "seed": plausible(int),
-            "emulate_fp16": st.sampled_from([True, False, "auto"]),
-        },
-    ),
+    st.fixed_dictionaries({}, optional=OPTIONS),
 )
 
 

@@ -1,13 +1,11 @@
 """What importing paramp, and training without a layout, loads: nothing that a plain loop of torch does not."""
 
-import importlib
 import json
+import pkgutil
 import re
 
-import pytest
 from commands import COLD, ROOT, python, succeeded
 
-import paramp
 from paramp.tools.doctor import PACKAGES
 
 HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo", "torch._inductor.compile_fx"]
@@ -51,15 +49,6 @@ def test_a_step_without_a_layout_loads_what_a_plain_loop_does():
     assert not modules.intersection(set(HEAVY) - plain)
 
 
-def found(dotted):
-    """What a dotted name stands for: a module, or an attribute of one."""
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError:
-        parent, _, name = dotted.rpartition(".")
-        return getattr(found(parent), name)
-
-
 def test_names_are_where_the_changelog_says_that_they_have_moved():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("| 0.1.0 | now |\n|---|---|\n")[2]
     seen = []
@@ -72,25 +61,5 @@ def test_names_are_where_the_changelog_says_that_they_have_moved():
             if dotted.endswith(".FabricPrecision"):  # needs Lightning
                 assert "class FabricPrecision" in (ROOT / "paramp/integrations/fabric.py").read_text(encoding="utf-8")
             else:
-                assert found(dotted) is not None
+                assert pkgutil.resolve_name(dotted) is not None
     assert len(seen) > 30
-
-
-FACADES = {
-    "amp": "compat.colossalai.amp AMP_TYPE convert_to_amp convert_to_apex_amp convert_to_naive_amp"
-    " convert_to_torch_amp",
-    "nn": "precision.norms FusedLayerNorm FusedRMSNorm LPGroupNorm LPLayerNorm LPRMSNorm",
-    "functional": "compat.composer.functional apply_fused_layernorm apply_low_precision_groupnorm"
-    " apply_low_precision_layernorm",
-    "algorithms": "compat.composer.algorithms FusedLayerNorm LowPrecisionGroupNorm LowPrecisionLayerNorm",
-}
-"""The home of each facade's names, and those that are promised."""
-
-
-@pytest.mark.parametrize("facade", FACADES)
-def test_facades_show_the_promised_names_of_their_homes(facade):
-    home, *promised = FACADES[facade].split()
-    shown = getattr(paramp, facade)
-    assert set(promised) <= set(shown.__all__)
-    for name in shown.__all__:
-        assert getattr(shown, name) is getattr(importlib.import_module(f"paramp.{home}"), name)

@@ -32,7 +32,7 @@ from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, batches, small_gpt, train_engine
 
 import paramp
-from paramp.base.optional_packages import PackageStatus, find_torchao
+from paramp.base.optional_packages import find_torchao
 from paramp.models import GPT
 from paramp.precision.policy import PRESETS
 
@@ -139,16 +139,6 @@ def test_the_part_covers_every_layout_and_every_mode_on_every_kind_of_layout():
     assert HALVED <= PART
     assert {layout for layout, _ in HALVED} == {layout for layout, (size, _) in LAYOUTS.items() if size > 1}
     assert {mode for _, mode in HALVED} == set(MODES)
-
-
-def test_without_torchao_the_other_modes_run(monkeypatch):
-    monkeypatch.setattr("test_matrix.find_torchao", lambda: PackageStatus(found=False, reason="no package torchao"))
-    kept = [(layout, mode) for layout, mode in EVERYTHING if PRESETS[mode].float8 is None]
-    for layout, mode in set(CELLS).intersection(kept):
-        skip_without_library(mode)
-        assert all((layout, other) in kept for other in modes_of_one_launch(layout, mode))
-    with pytest.raises(pytest.skip.Exception, match="no package torchao"):
-        skip_without_library("fp8-mixed")
 
 
 @family

@@ -45,19 +45,6 @@ def train(device, mode, options, parallel, steps=5):
         return train_engine(context, build, GPT.loss, steps, lr=1.0, length=8, overflow_at=2)
 
 
-@on_each_device
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "zero"])
-def test_one_process_with_an_option_follows_the_run_without_it(name, device):
-    mode, options = OPTIONS[name]
-    assert_follows(train(device, mode, options, {}), train(device, mode, {}, {}), mode)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["32-true", "16-mixed", "bf16-mixed", "16-naive", "bf16-naive"])
-def test_a_gpu_follows_the_cpu(mode):
-    assert_follows(train("cuda", mode, {}, {}), train("cpu", mode, {}, {}), mode)
-
-
 CASES = [(layout, name) for layout in LAYOUTS for name in OPTIONS if name != "zero" or layout == "dp2"]
 PART = list(zip(("tp2", "pp2", "dp2", "tp2", "pp2", "dp2"), OPTIONS, strict=True))
 
@@ -87,24 +74,22 @@ NEVER_WAITING = {
 """Modes, and options of ``16-naive``. ``pinned``: the batches are in the host's pinned memory."""
 
 
-def raise_on_waits(on):
-    """Whether an operation that waits for the GPU raises. torch warns once that it does not see all of them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-
-def test_torchs_warning_about_waits_is_no_error(monkeypatch):
-    modes = []
+@contextlib.contextmanager
+def waits_are_errors(device):
+    """An operation that waits for the GPU raises. torch warns once that it does not see all of them."""
 
     def set_mode(mode):
-        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all", stacklevel=2)
-        modes.append(mode)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode(mode)
 
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    raise_on_waits(True)
-    raise_on_waits(False)
-    assert modes == ["error", "default"]
+    if device == "cuda":
+        set_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            set_mode("default")
 
 
 @on_each_device
@@ -122,33 +107,24 @@ def test_a_step_never_waits_for_the_gpu(name, device):
         place = torch.Tensor.pin_memory if name == "pinned" and device == "cuda" else lambda one: one.to(context.device)
         results = []
         for number, batch in enumerate([tuple(map(place, batch)) for batch in batches(6 * window)]):
-            if device == "cuda":  # the first steps make what stays
-                raise_on_waits(number >= 2 * window)
-            try:
+            # the first steps make what stays
+            with waits_are_errors(device if number >= 2 * window else "cpu"):
                 engine.forward_backward(*batch)
                 if number == 4 * window:
                     next(iter(engine.parameters())).grad.fill_(torch.inf)
                 results.append(engine.step())
                 engine.zero_grad()
                 scheduler.step()
-            finally:
-                if device == "cuda":
-                    raise_on_waits(False)
         ends = results[window - 1 :: window]
         assert [result.stepped for result in ends] == [True, True, True, True, False, True]
         assert [result.overflow for result in ends] == [not result.stepped for result in ends]
         assert scheduler.get_last_lr() == [1e-3 * 0.5**5]
 
 
-@on_each_device
+@pytest.mark.cuda
+@pytest.mark.parametrize(("source", "target"), [("cuda", "cpu"), ("cpu", "cuda")])
 @pytest.mark.parametrize("mode", ["16-mixed", "16-naive"])
-def test_a_checkpoint_moves_between_devices(mode, device, tmp_path):
-    @contextlib.contextmanager
-    def engine_on(where, seed):
-        with paramp.launch_from_torch({"precision": scaled(mode)}, device=where):
-            model = small_gpt(seed, num_layers=1)
-            yield paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), GPT.loss)[0]
-
+def test_a_checkpoint_moves_between_devices(mode, source, target, tmp_path):
     def train(engine):
         for batch in batches(2):
             loss = engine.forward_backward(*(part.to(paramp.get_context().device) for part in batch))
@@ -156,28 +132,16 @@ def test_a_checkpoint_moves_between_devices(mode, device, tmp_path):
             engine.zero_grad()
         return loss.item()
 
-    for wait, source, target in ((True, device, "cpu"), (False, "cpu", device)):
-        folder = tmp_path / str(wait)
-        with engine_on(source, 7) as engine:
-            train(engine)
-            engine.save(folder, wait=wait)
-            engine.finish_saving()
-            weights, loss = engine.full_state_dict(), train(engine)
-        with engine_on(target, 8) as engine:
-            engine.load(folder)
-            assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
-            assert train(engine) == pytest.approx(loss, rel=1e-2)
-
-
-@on_ranks(2, cuda=True)
-def test_tensor_ranks_gather_whole_values(world):
-    """Over gloo on a GPU, torch's own all-gather of DTensors ends the process."""
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}, device=world.device):
-        model = small_gpt(num_layers=1)
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
-        assert all(torch.equal(value, expected[name]) for name, value in engine.full_state_dict().items())
-        (x, y), *_ = batches(1)
-        loss = engine.evaluate(x, y)
-        plain = small_gpt(num_layers=1)
-        assert loss.item() == pytest.approx(GPT.loss(plain(x), y).item(), rel=1e-5)
+    for device in (source, target):
+        with paramp.launch_from_torch({"precision": scaled(mode)}, device=device):
+            model = small_gpt(7 if device == source else 8, num_layers=1)
+            engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), GPT.loss)
+            if device == source:
+                train(engine)
+                engine.save(tmp_path / "saved", wait=source == "cuda")
+                engine.finish_saving()
+                weights, loss = engine.full_state_dict(), train(engine)
+            else:
+                engine.load(tmp_path / "saved")
+                assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
+                assert train(engine) == pytest.approx(loss, rel=1e-2)

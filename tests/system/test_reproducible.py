@@ -1,5 +1,6 @@
 """``reproducible=True``: training with the same bits on every layout."""
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -43,40 +44,29 @@ TIMEOUT = 1200.0
 pytestmark = pytest.mark.timeout(2 * TIMEOUT)  # 100 steps take minutes, on one process and on a layout
 
 
-def has_same_bits_in_part_of_modes(layout):
-    task = SMALL_GPT if layout == "pp2 zero-bubble" else "small gpt"
-    found = trained_in_modes(task, {mode: STEPS_OF_PART[mode] for mode in PART[layout]}, layout)
-    for mode, trace in found.items():
-        expected = reference(task, mode, STEPS_OF_PART[mode])
-        made = [stepped for *_, stepped in expected["steps"]]
-        assert (expected["num_skipped"], sum(made)) == (2 * mode.startswith("16"), 5)
-        assert_same_bits(trace, expected)
-
-
 @family
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [(layout, "part") for layout in PART] if IS_PART else cases("reproducible gpt", GPT, (), 3),
 )
 def test_a_gpt_has_the_same_bits(layout, mode):
-    if mode == "part":
-        has_same_bits_in_part_of_modes(layout)
+    if mode != "part":
+        expected = reference("gpt", mode, STEPS)
+        assert expected["num_skipped"] >= SKIPPED.get(mode, 0)
+        assert_same_bits(trained("gpt", mode, layout, Part(0, STEPS), TIMEOUT), expected)
         return
-    expected = reference("gpt", mode, STEPS)
-    assert expected["num_skipped"] >= SKIPPED.get(mode, 0)
-    assert_same_bits(trained("gpt", mode, layout, Part(0, STEPS), TIMEOUT), expected)
+    task = SMALL_GPT if layout == "pp2 zero-bubble" else "small gpt"
+    found = trained_in_modes(task, {mode: STEPS_OF_PART[mode] for mode in PART[layout]}, layout)
+    for mode, trace in found.items():
+        expected = reference(task, mode, STEPS_OF_PART[mode])
+        made = sum(stepped for *_, stepped in expected["steps"])
+        assert (expected["num_skipped"], made) == (2 * mode.startswith("16"), 5)
+        assert_same_bits(trace, expected)
 
 
-def test_the_part_has_layouts_of_every_kind_and_every_mode():
-    """Each axis alone, each with what it may have besides, and each two of them together."""
+def test_the_part_has_every_mode_and_each_two_axes_together():
     assert {mode for modes in PART.values() for mode in modes} == {*MODES}
-    kinds = [LAYOUTS[layout][1] for layout in PART]
-    alone = [{"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}, {"data": 2}]
-    alone += [{"data": 2, "zero": 1}, {"data": {"shard": 2}}, {"data": {"replicate": 2, "shard": 2}}]
-    assert [kind for kind in alone if kind not in kinds] == []
-    schedules = [kind["pipeline"]["schedule"] for kind in kinds if isinstance(kind.get("pipeline"), dict)]
-    assert any(SCHEDULES[name].splits_backward for name in schedules)
-    axes = [{*kind} & {"tensor", "pipeline", "data"} for kind in kinds]
+    axes = [{*LAYOUTS[layout][1]} & {"tensor", "pipeline", "data"} for layout in PART]
     assert [pair for pair in combinations(("tensor", "pipeline", "data"), 2) if {*pair} not in axes] == []
 
 
@@ -240,30 +230,38 @@ def test_it_trains_as_plain_torch_does(world):
         assert (way - other).norm() <= 1e-3 * way.norm() + 1e-7, name
 
 
-def unfit(build=None, *, config=(), optimizer=torch.optim.AdamW, batch=4, plan=None):
-    """A training that is refused, by what differs from a small model's; ``batch`` is a number of samples."""
-    return {"build": build, "config": dict(config), "optimizer": optimizer, "batch": batch, "plan": plan}
-
-
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+class Noisy(nn.Linear):
     def forward(self, x):
-        return self.layer(x) + torch.rand(8)
+        return super().forward(x) + torch.rand(8)
 
 
 class SumOfShards(nn.Module):
     """Adds up activations that are sharded over tensor ranks, in a way of its own."""
 
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
 
     def forward(self, x):
         hidden = self.up(x)
         return self.down(hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+class Gated(SumOfShards):
+    """A layer that is computed whole on each tensor rank, and used with features that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x):
+        gate, hidden = self.gate(x), self.up(x)
+        return self.down(hidden * gate.expand(*gate.shape[:-1], hidden.shape[-1]))
+
+
+class Strided(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def small(*layers):
@@ -277,88 +275,82 @@ def hooked(parameters):
 
 
 COLWISE = {"up": "colwise", "down": "rowwise"}
+CUT = {"size": 2, "split": ["2"]}
+
+
+def config(parallel=None, **values):
+    return {"config": ({"parallel": parallel} if parallel else {}) | values}
+
+
+def adamw(**options):
+    return {"optimizer": partial(torch.optim.AdamW, **options)}
+
+
 REFUSED = {
     **{
-        mode: (1, unfit(config={"precision": mode}), [f"precision: got {mode!r}", "16-mixed"])
+        mode: (1, config(precision=mode), [f"precision: got {mode!r}", "16-mixed"])
         for mode in ("O2", "O3", "fp8-mixed", "16-true", "bf16-true", "64-true")
     },
-    "compile": (1, unfit(config={"compile": True}), ["compile: got True, expected False"]),
-    "slices": (1, unfit(config={"reproducible": {"slices": 6}}), ["slices: got 6, expected a power of two"]),
-    "tp3": (
-        3,
-        unfit(config={"parallel": {"tensor": 3}}),
-        ["parallel.tensor.size: got 3, expected a power of two"],
-    ),
+    "compile": (1, config(compile=True), ["compile: got True, expected False"]),
+    "slices": (1, config(reproducible={"slices": 6}), ["slices: got 6, expected a power of two"]),
+    "tp3": (3, config({"tensor": 3}), ["parallel.tensor.size: got 3, expected a power of two"]),
     "slices < tp": (
         2,
-        unfit(config={"parallel": {"tensor": 2}, "reproducible": {"slices": 1}}),
+        config({"tensor": 2}, reproducible={"slices": 1}),
         ["parallel.tensor.size: got 2", "at most reproducible.slices 1"],
     ),
-    "dp3": (
-        3,
-        unfit(config={"parallel": {"data": 3}}),
-        ["parallel.data: got 3 data ranks, expected a power of two"],
-    ),
-    "reduce_dtype": (1, unfit(config={"reduce_dtype": "fp16"}), ["reduce_dtype: got ", "expected None"]),
-    "BatchNorm": (1, unfit(lambda: small(nn.BatchNorm1d(8))), ["'1' is a BatchNorm1d", "GroupNorm"]),
-    "LBFGS": (1, unfit(optimizer=torch.optim.LBFGS), ["LBFGS"]),
-    "foreach": (1, unfit(optimizer=partial(torch.optim.AdamW, foreach=True)), ["foreach"]),
-    "Adagrad": (1, unfit(optimizer=torch.optim.Adagrad), ["Adagrad"]),
-    "not fused": (1, unfit(optimizer=partial(torch.optim.AdamW, fused=False)), ["fused=False or foreach=True"]),
-    "dampening": (1, unfit(optimizer=partial(torch.optim.SGD, momentum=0.9, dampening=0.5)), ["its dampening"]),
-    "step hooks": (1, unfit(optimizer=hooked), ["it has step hooks"]),
-    "grad_dtype": (
-        1,
-        unfit(config={"precision": "16-naive", "grad_dtype": "fp32"}),
-        ["grad_dtype: got ", "expected None"],
-    ),
+    "dp3": (3, config({"data": 3}), ["parallel.data: got 3 data ranks, expected a power of two"]),
+    "reduce_dtype": (1, config(reduce_dtype="fp16"), ["reduce_dtype: got ", "expected None"]),
+    "grad_dtype": (1, config(precision="16-naive", grad_dtype="fp32"), ["grad_dtype: got ", "expected None"]),
+    "BatchNorm": (1, {"build": lambda: small(nn.BatchNorm1d(8))}, ["'1' is a BatchNorm1d", "GroupNorm"]),
+    "LBFGS": (1, {"optimizer": torch.optim.LBFGS}, ["LBFGS"]),
+    "Adagrad": (1, {"optimizer": torch.optim.Adagrad}, ["Adagrad"]),
+    "foreach": (1, adamw(foreach=True), ["foreach"]),
+    "not fused": (1, adamw(fused=False), ["fused=False or foreach=True"]),
+    "dampening": (1, {"optimizer": partial(torch.optim.SGD, momentum=0.9, dampening=0.5)}, ["its dampening"]),
+    "step hooks": (1, {"optimizer": hooked}, ["it has step hooks"]),
     "size": (
         1,
-        unfit(lambda: SizedBadly(), plan=COLWISE),
+        {"build": lambda: SumOfShards(12), "plan": COLWISE},
         ["reproducible.slices: got 8, but 'up' has 12 outputs, expected a multiple of 8"],
     ),
     "chunk": (
         1,
-        unfit(config={"reproducible": {"chunk": 4}}, batch=6),
+        config(reproducible={"chunk": 4}) | {"batch": (6, 8)},
         ["batch: got 6 samples on each data rank, expected a multiple of reproducible.chunk 4"],
     ),
     "chunks of a schedule": (
         2,
-        unfit(
-            lambda: small(nn.Linear(8, 8)),
-            config={"reproducible": {"chunk": 4}, "parallel": {"pipeline": 2}},
-        ),
+        config({"pipeline": 2}, reproducible={"chunk": 4}) | {"build": lambda: small(nn.Linear(8, 8))},
         ["which are 1 chunks of reproducible.chunk 4", "microbatches: got 1, expected at least 2"],
     ),
-    "random": (1, unfit(Noisy), ["rand", "draws random numbers that depend on the layout"]),
+    "random": (1, {"build": lambda: Noisy(8, 8)}, ["rand", "draws random numbers that depend on the layout"]),
     "sum of shards": (
         2,
-        unfit(SumOfShards, config={"parallel": {"tensor": 2}}, plan=COLWISE),
+        config({"tensor": 2}) | {"build": SumOfShards, "plan": COLWISE},
         ["norm", "sharded over 2 tensor ranks"],
     ),
+    "strided": (
+        2,
+        config({"pipeline": CUT}) | {"build": lambda: small(Strided(), nn.Linear(8, 8)), "batch": (2, 3, 8)},
+        ["a pipeline stage returns a strided tensor"],
+    ),
 }
+"""Ranks, what differs from a training of a small model, and parts of the message."""
 
 
-class SizedBadly(SumOfShards):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+def engine_for(build=small, optimizer=torch.optim.AdamW, plan=None):
+    model = build()
+    return paramp.initialize(model, optimizer(model.parameters()), nn.MSELoss(), plan=plan)[0]
 
 
 def refuse(world, name):
     """The message of the ConfigError that the case ``name`` raises on this rank."""
-    _, case, _ = REFUSED[name]
-    with pytest.raises(paramp.ConfigError) as caught:
-        train_refused(case)
+    case = dict(REFUSED[name][1])
+    values, batch = case.pop("config", {}), case.pop("batch", (4, 8))
+    with pytest.raises(paramp.ConfigError) as caught, paramp.launch_from_torch({"reproducible": True, **values}):
+        engine_for(**case).forward_backward(torch.randn(batch), torch.zeros(batch))
     return str(caught.value)
-
-
-def train_refused(case):
-    with paramp.launch_from_torch({"reproducible": True, **case["config"]}):
-        model = (case["build"] or small)()
-        optimizer = case["optimizer"](model.parameters())
-        engine, *_ = paramp.initialize(model, optimizer, nn.MSELoss(), plan=case["plan"])
-        engine.forward_backward(torch.randn(case["batch"], 8), torch.zeros(case["batch"], 8))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -371,62 +363,43 @@ def test_what_would_depend_on_the_layout_is_refused(name):
 @on_ranks(2)
 def test_batches_of_different_sizes_are_refused_on_every_rank(world):
     with paramp.launch_from_torch({"reproducible": True, "parallel": {"data": 2}, "gradient_accumulation": 2}):
-        model = small()
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        engine = engine_for()
+
+        def train(*shape):
+            engine.forward_backward(torch.zeros(shape), torch.zeros(shape))
+
         own = 2 + world.rank
         with pytest.raises(Exception, match=f"got {own} chunks of 1 samples on this data rank, but from 2 to 3"):
-            engine.forward_backward(torch.randn(own, 8), torch.zeros(own, 8))
+            train(own, 8)
         engine.zero_grad()
-        engine.forward_backward(torch.randn(2, 8), torch.zeros(2, 8))
+        train(2, 8)
         engine.step()
         with pytest.raises(Exception, match="got 3 chunks of 1 samples on this data rank, but 2 in the call before"):
-            engine.forward_backward(torch.randn(3, 8), torch.zeros(3, 8))
+            train(3, 8)
         engine.zero_grad()
-        engine.forward_backward(torch.randn(3, 8), torch.zeros(3, 8))
+        train(3, 8)
+        engine.zero_grad()
+        with pytest.raises(Exception, match="pad all samples to one length"):
+            train(2, own, 8)
 
 
 @on_ranks(1)
 def test_a_forward_of_its_own_cannot_be_trained_on(world):
     with paramp.launch_from_torch({"reproducible": True}):
-        model = small()
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
+        model, x = small(), torch.randn(2, 8)
+        engine = engine_for(lambda: model)
         with pytest.raises(RuntimeError, match=r"call engine\.forward_backward"):
-            engine(torch.randn(2, 8))
+            engine(x)
         engine.eval()
-        x = torch.randn(2, 8)
         torch.testing.assert_close(engine(x), model(x))
         with pytest.raises(RuntimeError, match=r"call engine\.forward_backward"):
             engine.backward(engine.criterion(engine(x), x))
 
 
 @on_ranks(2)
-def test_chunks_of_different_shapes_are_refused_on_every_rank(world):
-    with paramp.launch_from_torch({"reproducible": True, "parallel": {"data": 2}}):
-        model = small()
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
-        own = torch.zeros(2, 3 + world.rank, 8)
-        with pytest.raises(Exception, match="pad all samples to one length"):
-            engine.forward_backward(own, own)
-
-
-class Gated(nn.Module):
-    """A layer that is computed whole on each tensor rank, and used with features that they share."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 1), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        gate = self.gate(x)
-        hidden = self.up(x)
-        return self.down(hidden * gate.expand(*gate.shape[:-1], hidden.shape[-1]))
-
-
-@on_ranks(2)
 def test_parts_of_a_gradient_are_noticed_on_every_rank(world):
     with paramp.launch_from_torch({"reproducible": True, "parallel": {"tensor": 2}}):
-        model = Gated()
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss(), plan=COLWISE)
+        engine = engine_for(Gated, plan=COLWISE)
         engine.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
         with pytest.raises(RuntimeError, match=r"tensor ranks have different gradients of 'gate\.weight'"):
             engine.step()
@@ -442,32 +415,14 @@ def test_other_functions_of_sharded_logits_are_refused_on_every_rank(world):
             engine.forward_backward(*task.batch(0))
 
 
-class Strided(nn.Module):
-    def forward(self, x):
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@on_ranks(2)
-def test_a_stage_that_returns_a_strided_tensor_is_refused_on_every_rank(world):
-    with paramp.launch_from_torch({"reproducible": True, "parallel": {"pipeline": {"size": 2, "split": ["2"]}}}):
-        model = small(Strided(), nn.Linear(8, 8))
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
-        with pytest.raises(paramp.ConfigError, match="a pipeline stage returns a strided tensor"):
-            engine.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
-
-
 @on_ranks(1)
 def test_the_gradient_of_a_tied_parameter_is_not_changed_by_hand(world):
     with paramp.launch_from_torch({"reproducible": True}):
         model = small(nn.Linear(8, 8), nn.Linear(8, 8))
         model[2].weight = model[0].weight
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters()), nn.MSELoss())
-        for change, index in ((True, 1), (False, 0), (True, 0)):
+        engine = engine_for(lambda: model)
+        for changed, error in ((1, None), (0, r"'0.weight', a tied parameter, was changed by hand")):
             engine.forward_backward(torch.randn(2, 8), torch.zeros(2, 8))
-            if change:
-                engine.module[index].weight.grad.mul_(0.5)
-            if change and not index:
-                with pytest.raises(RuntimeError, match=r"'0.weight', a tied parameter, was changed by hand"):
-                    engine.step()
-            else:
+            engine.module[changed].weight.grad.mul_(0.5)
+            with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
                 assert engine.step().stepped

@@ -1,5 +1,6 @@
 """Every schedule of a pipeline, with several stages a rank, in every kind of mode."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -7,14 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from beside_plain import assert_gradients, assert_weights, randn, seeded, train_both
 from families import WHOLE, family
 from families import cases as chosen
 from matrix import README, SCHEDULE_MODES, from_small_scale, marks_of, replace_table, table
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
+from small_engines import engine_of
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn import functional as F
 from traceable import awkward_model
 
 import paramp
@@ -27,8 +31,7 @@ def test_names_are_torchs_too(name):
     option = SCHEDULES[name].torch_name
     kind = get_schedule_class(option).__name__
     for given in (name, name.upper(), name.replace("-", "_"), option, option.lower(), kind):
-        config = paramp.Config(parallel={"pipeline": {"size": 2, "schedule": given}})
-        assert config.parallel.pipeline.schedule == name
+        assert pipeline_of(size=2, schedule=given).schedule == name
 
 
 def test_every_schedule_of_torch_has_a_name():
@@ -36,15 +39,18 @@ def test_every_schedule_of_torch_has_a_name():
     assert {get_schedule_class(row.torch_name).__name__ for row in SCHEDULES.values()} == torchs
 
 
+def pipeline_of(**values):
+    return paramp.Config(parallel={"pipeline": values}).parallel.pipeline
+
+
 def test_what_follows_from_a_schedule():
-    loop = paramp.Config(parallel={"pipeline": {"size": 3, "schedule": "looped-bfs"}}).parallel.pipeline
-    v = paramp.Config(parallel={"pipeline": {"size": 3, "schedule": "dualpipev"}}).parallel.pipeline
-    plain = paramp.Config(parallel={"pipeline": 3}).parallel.pipeline
+    loop, v = pipeline_of(size=3, schedule="looped-bfs"), pipeline_of(size=3, schedule="dualpipev")
+    plain = pipeline_of(size=3)
     assert [loop.stages_of(rank) for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
     assert [v.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
     assert [plain.stages_of(rank) for rank in range(3)] == [[0], [1], [2]]
     assert (loop.num_microbatches, v.num_microbatches, plain.num_microbatches) == (3, 6, 3)
-    assert paramp.Config(parallel={"pipeline": {"schedule": "zbv"}}).parallel.pipeline.num_stages == 1
+    assert pipeline_of(schedule="zbv").num_stages == 1
 
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -105,8 +111,7 @@ def test_the_theoretical_bubble_is_that_of_torchs_order(name):
     checked = 0
     for ranks, stages, microbatches in itertools.product((2, 3, 4), (1, 2, 3), range(1, 13)):
         try:
-            pipeline = {"schedule": name, "stages_per_rank": stages, "microbatches": microbatches, "size": ranks}
-            config = paramp.Config(parallel={"pipeline": pipeline}).parallel.pipeline
+            config = pipeline_of(schedule=name, stages_per_rank=stages, microbatches=microbatches, size=ranks)
         except paramp.ConfigError:
             continue  # what torch does not take is refused
         if name == "1f1b" and microbatches % (microbatches // ranks):
@@ -149,9 +154,8 @@ STEPS = 4
 OVERFLOW_AT = 1
 
 
-def build():
-    # Tied embeddings: on one rank in V shape, on two in loops.
-    return small_gpt(num_layers=2, init_std=0.2)
+build = functools.partial(small_gpt, num_layers=2, init_std=0.2)
+"""With tied embeddings: on one rank in V shape, on two in loops."""
 
 
 def train_all(world, cells, halved=(), axes=None):
@@ -245,6 +249,13 @@ def test_the_tolerance_rejects_one_ranks_gradient_halved(schedule, mode, cells):
     assert_strays(cells[schedule, mode, "halved"], cells[None, mode], mode)
 
 
+@contextlib.contextmanager
+def pipelined(model, schedule, criterion=F.mse_loss, **pipeline):
+    """An engine that steps by SGD, on two ranks."""
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule} | pipeline}}):
+        yield engine_of(model, criterion)
+
+
 @on_ranks(2)
 def test_in_fp32_schedules_agree_in_training_evaluation_and_dropout(world):
     """Against one process without dropout, and against each other with it: the stream belongs to the stage."""
@@ -254,20 +265,17 @@ def test_in_fp32_schedules_agree_in_training_evaluation_and_dropout(world):
     loss.backward()
     dropped = {}
     for schedule, row in SCHEDULES.items():
-        pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
-        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}) as context:
-            last = 0 if row.v_shaped else 1
-            assert context.is_last_stage == (context.rank == last)
+        with pipelined(small_gpt(num_layers=3), schedule, GPT.loss, microbatches=4) as engine:
+            context = paramp.get_context()
+            assert context.is_last_stage == (context.rank == (0 if row.v_shaped else 1))
             assert context.is_first_stage == (context.rank == 0)
-            model = small_gpt(num_layers=3)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
             assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             for name, parameter in engine.named_parameters():
-                gradient = reference.get_parameter(name).grad
-                if name in ("embedding.tokens.weight", "head.weight") and not row.v_shaped:
-                    continue  # each rank has its part of the sum until the step
-                torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5)
+                # Of tied ones in a loop each rank has its part of the sum until the step.
+                if name not in ("embedding.tokens.weight", "head.weight") or row.v_shaped:
+                    gradient = reference.get_parameter(name).grad
+                    torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-5)
             assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-6)
             engine.eval()
             torch.testing.assert_close(engine(x), reference(x).detach(), atol=1e-5, rtol=1e-5)
@@ -276,15 +284,12 @@ def test_in_fp32_schedules_agree_in_training_evaluation_and_dropout(world):
             assert (output is not None) == (label is not None) == context.is_last_stage
             engine.train()
             assert engine.step().stepped
-            whole = engine.full_state_dict()
-            assert whole.keys() == reference.state_dict().keys()
-            for name, value in whole.items():
-                expected = reference.get_parameter(name)
-                torch.testing.assert_close(value, expected.detach() - 0.1 * expected.grad, atol=1e-6, rtol=1e-5)
+            expected = {name: one.detach() - 0.1 * one.grad for name, one in reference.named_parameters()}
+            expected["head.weight"] = expected["embedding.tokens.weight"]
+            assert_weights(engine.full_state_dict(), expected, atol=1e-6, rtol=1e-5)
 
-            model = small_gpt(num_layers=3, dropout=0.2)
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), GPT.loss)
             losses = []
+            engine = engine_of(small_gpt(num_layers=3, dropout=0.2), GPT.loss)
             for _ in range(2):
                 losses.append(engine.forward_backward(x, y).item())
                 engine.step()
@@ -315,102 +320,65 @@ class Glue(nn.Module):
         return self.inner["d"](self.inner["a"](third.transpose(0, 1)) * self.shift * self.frozen)
 
 
+@pytest.mark.parametrize(
+    ("build", "split"), [(awkward_model, ["2", "4", "5"]), (Glue, ["inner.b", "inner.c", "inner.d"])]
+)
 @on_ranks(2)
-def test_awkward_models_follow_plain_torch(world):
+def test_awkward_models_follow_plain_torch(world, build, split):
     """Stages that begin in place and end in a view, that call one module and share parameters, on one rank or two."""
-
-    def glue():
-        torch.manual_seed(0)
-        return Glue()
-
-    batches_ = [torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)]
-    for build_, split in ((awkward_model, ["2", "4", "5"]), (glue, ["inner.b", "inner.c", "inner.d"])):
-        plain = build_()
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-        losses = []
-        for x, y in batches_:
-            optimizer.zero_grad()
-            losses.append(nn.functional.mse_loss(plain(x), y))
-            losses[-1].backward()
-            optimizer.step()
-        for schedule in SEVERAL:
-            pipeline = {"size": 2, "schedule": schedule, "microbatches": 4, "split": split}
-            with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
-                model = build_()
-                names = dict(model.named_parameters(remove_duplicate=False))
-                engine, *_ = paramp.initialize(
-                    model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss
-                )
-                for (x, y), loss in zip(batches_, losses, strict=True):
-                    assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), abs=1e-6), schedule
-                    engine.step()
-                for name, value in engine.full_state_dict().items():
-                    torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-6, rtol=0)
-                own = [name for name, _ in engine.named_parameters()]
-                assert len(set(own)) == len(own)
-                assert set(own) <= names.keys()
-                with pytest.raises(RuntimeError, match="several pipeline stages that are not consecutive"):
-                    engine.module(x)
+    given = [randn(2, 8, 4, 4, seed=step) for step in range(3)]
+    for schedule in SEVERAL:
+        model = seeded(build)
+        names = dict(model.named_parameters(remove_duplicate=False))
+        with pipelined(model, schedule, microbatches=4, split=split) as engine:
+            train_both(paramp.get_context(), engine, seeded(build), given)
+            own = [name for name, _ in engine.named_parameters()]
+            assert len(set(own)) == len(own)
+            assert set(own) <= names.keys()
+            with pytest.raises(RuntimeError, match="several pipeline stages that are not consecutive"):
+                engine.module(given[0][0])
 
 
-@on_ranks(2)
-def test_a_model_on_meta_is_filled_as_in_one_process(world):
-    def build_on_meta():
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            return nn.Sequential(small_gpt(num_layers=3), nn.Identity())
-
-    def states(parallel):
-        with paramp.launch_from_torch({"parallel": parallel}):
-            engine, *_ = paramp.initialize(build_on_meta, torch.optim.SGD, GPT.loss)
-            return engine.full_state_dict()
-
-    expected = states({"data": 2})
-    for schedule in ("interleaved-1f1b", "zbv"):
-        actual = states({"pipeline": {"size": 2, "schedule": schedule}})
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-
-class Dropping(nn.Module):
+class Dropping(nn.Sequential):
     """Drops out between its modules, as its own mode says."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
     def forward(self, x):
-        for layer in self.layers:
-            x = nn.functional.dropout(layer(x), 0.5, self.training)
+        for layer in self:
+            x = F.dropout(layer(x), 0.5, self.training)
         return x
 
 
+@pytest.mark.parametrize("schedule", ["looped-bfs", "dualpipev"])
 @on_ranks(2)
-def test_the_module_of_several_stages_sets_their_modes(world):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    for schedule in ("looped-bfs", "dualpipev"):
-        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule}}}):
-            model = Dropping()
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-            losses = []
-            for mode in (False, False, True, True):
-                engine.module.train(mode)
-                losses.append(engine.forward_backward(x, x).item())
-                engine.zero_grad()
-            assert losses[0] == losses[1]
-            assert len(set(losses)) == 3
+def test_the_module_of_several_stages_sets_their_modes(world, schedule):
+    x = randn(8, 4)
+    with pipelined(Dropping(*(nn.Linear(4, 4) for _ in range(4))), schedule) as engine:
+        losses = []
+        for mode in (False, False, True, True):
+            engine.module.train(mode)
+            losses.append(engine.forward_backward(x, x).item())
+            engine.zero_grad()
+        assert losses[0] == losses[1]
+        assert len(set(losses)) == 3
+
+
+def assert_one_call_is_plain_torchs(build, x, y, schedule, **pipeline):
+    """In its loss, its gradients and its evaluation."""
+    plain = seeded(build)
+    loss = F.mse_loss(plain(x), y)
+    loss.backward()
+    with pipelined(seeded(build), schedule, **pipeline) as engine:
+        assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert_gradients(engine, plain, rtol=1e-5, where=schedule)
+        assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def chain():
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
 
 
 @on_ranks(2)
 def test_uneven_numbers_of_stages_and_microbatches(world):
-    def build_chain():
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
-
-    x, y = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(1))
-    plain = build_chain()
-    loss = nn.functional.mse_loss(plain(x), y)
-    loss.backward()
     for schedule, stages, microbatches in (
         ("gpipe", 1, 1),
         ("interleaved-1f1b", 3, 3),
@@ -422,14 +390,8 @@ def test_uneven_numbers_of_stages_and_microbatches(world):
         ("zbv", 2, 3),
         ("dualpipev", 2, 5),
     ):
-        pipeline = {"size": 2, "schedule": schedule, "stages_per_rank": stages, "microbatches": microbatches}
-        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
-            model = build_chain()
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-            assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
-            for name, parameter in engine.named_parameters():
-                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-5)
-            assert engine.evaluate(x, y).item() == pytest.approx(loss.item(), rel=1e-5)
+        numbers = {"stages_per_rank": stages, "microbatches": microbatches}
+        assert_one_call_is_plain_torchs(chain, *randn(2, 30, 3), schedule, **numbers)
 
 
 class Offsets(nn.Module):
@@ -447,32 +409,7 @@ class Offsets(nn.Module):
 @on_ranks(2)
 def test_gradients_that_come_as_one_tensor_are_added_up_apart(world):
     def build_offsets():
-        torch.manual_seed(0)
         return nn.Sequential(*(Offsets() for _ in range(4)))
 
-    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1))
-    plain = build_offsets()
-    nn.functional.mse_loss(plain(x), y).backward()
     for schedule in [name for name in SEVERAL if SCHEDULES[name].splits_backward]:
-        pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
-        with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}}):
-            model = build_offsets()
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-            engine.forward_backward(x, y)
-            for name, parameter in engine.named_parameters():
-                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, atol=1e-6, rtol=1e-5)
-
-
-@on_ranks(2)
-def test_a_criterion_that_fails_is_an_error_on_every_rank(world):
-    def failing(output, target):
-        raise KeyError("no such class")
-
-    x = torch.ones(8, 3)
-    for schedule in SEVERAL:
-        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule, "microbatches": 4}}}):
-            model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-            engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), failing)
-            for run in (engine.forward_backward, engine.evaluate):
-                with pytest.raises(ValueError, match="criterion: it failed on the last stage: KeyError"):
-                    run(x, x)
+        assert_one_call_is_plain_torchs(build_offsets, *randn(2, 4, 4), schedule, microbatches=4)

@@ -2,9 +2,7 @@
 
 import re
 import tomllib
-from xml.etree import ElementTree
 
-import pytest
 import torch_versions
 from commands import ROOT
 
@@ -22,12 +20,8 @@ def test_only_the_version_of_torch_is_replaced():
     after = torch_versions.constraints("2.15.0").splitlines()
     changed = [(one, other) for one, other in zip(before, after, strict=True) if one != other]
     assert changed == [("torch==2.13.0", "torch==2.15.0")]
-
-
-def test_extras_of_extras_are_followed():
     found = torch_versions.requirements("test", PROJECT["optional-dependencies"])
     assert "rich>=13" in found  # of `all`, in `test`
-    assert not [one for one in found if one.startswith("paramp")]
 
 
 def test_every_host_of_the_environment_is_known():
@@ -39,28 +33,10 @@ def test_every_host_of_the_environment_is_known():
     assert all((ROOT / path).exists() for path in torch_versions.SELECTION)
 
 
-def test_the_reason_is_one_line_without_a_path():
-    pip = "WARNING: old\nERROR: Cannot install a and b\nERROR: ResolutionImpossible\n"
-    assert torch_versions._reason(pip) == "Cannot install a and b"
-    python = "Traceback\nImportError: cannot import name 'X' from 'torch' (/a/torch/__init__.py)\n"
-    assert torch_versions._reason(python) == "ImportError: cannot import name 'X' from 'torch'"
-
-
-def test_a_host_is_left_out_beside_an_older_torch_than_it_is_written_for():
-    versions = {"2.12.1": True, "2.11.0": True, "2.13.0": False, "2.15.0": False}
-    assert {torch: bool(torch_versions._too_old(torch, "torchtitan")) for torch in versions} == versions
-    assert not any(torch_versions._too_old(torch, "accelerate") for torch in versions)
-
-
-@pytest.mark.parametrize(
-    ("children", "expected"),
-    [("", "passed"), ("<failure/>", "failed"), ("<skipped/><error/>", "failed"), ("<skipped/>", "skipped")],
-)
-def test_outcomes_of_tests(children, expected):
-    assert torch_versions.outcome(ElementTree.fromstring(f"<testcase>{children}</testcase>")) == expected
-
-
-def test_a_row_replaces_the_earlier_one_of_its_version(tmp_path, monkeypatch):
+def test_the_page_has_the_table(tmp_path, monkeypatch):
+    """And a row replaces the earlier one of its version."""
+    lines = torch_versions.PAGE.read_text().splitlines()
+    assert sum(line.startswith("|---") for line in lines) == 1
     page = tmp_path / "versions.md"
     page.write_text("# Title\n\n| torch | failed |\n|---|---|\n| 2.9.1 | 3 |\n| 2.11.0 | 1 |\n\nEnd.\n")
     monkeypatch.setattr(torch_versions, "PAGE", page)
@@ -68,8 +44,3 @@ def test_a_row_replaces_the_earlier_one_of_its_version(tmp_path, monkeypatch):
     torch_versions.write("| 2.10.0 | 5 |")
     rows = "| 2.9.1 | 3 |\n| 2.10.0 | 5 |\n| 2.11.0 | 0 |"
     assert page.read_text() == f"# Title\n\n| torch | failed |\n|---|---|\n{rows}\n\nEnd.\n"
-
-
-def test_the_page_has_the_table():
-    lines = torch_versions.PAGE.read_text().splitlines()
-    assert sum(line.startswith("|---") for line in lines) == 1

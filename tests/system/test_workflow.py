@@ -13,14 +13,11 @@ def test_the_workflow_calls_what_exists_and_may_only_read():
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert all(job["timeout-minutes"] <= 60 for job in workflow["jobs"].values())
-    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    assert all("run" in step or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in steps)
-    commands = [step["run"] for step in steps if "run" in step]
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     assert ".ci/run" in commands
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    made = [command.split()[1] for command in commands if command.startswith("make ")]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = {command.split()[1] for command in commands if command.startswith("make ")}
     assert made
-    assert set(made) <= targets
+    assert made <= targets
     assert "pull_request" not in workflow["jobs"]["gpu"]["if"]

@@ -70,6 +70,10 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
         assert any(line.split()[:2] == [name, mode["runs"]] for line in screen.splitlines())
     assert f"torch {torch.__version__}" in screen
     assert "launcher  none: a world of one" in screen
+    why = f"this CPU has no fp16 arithmetic: {doctor.IN_FP32}; compiled blocks run eagerly"
+    for name in ("16-mixed", "16-naive", "O2", "16-true"):
+        assert found["modes"][name] == {"runs": "emulated", "why": why}
+    assert found["modes"]["32-true"] == {"runs": "natively", "why": "float32 products"}
 
 
 def test_the_version_stands_in_one_place():
@@ -89,24 +93,8 @@ def test_a_checkout_shows_its_commit(tmp_path, monkeypatch):
         subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
     commit = doctor._commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{7,}", commit)
-    for found, words in ((commit, f" (commit {commit})"), (None, "")):
-        monkeypatch.setattr(doctor, "_commit", lambda _, found=found: found)
-        assert f"paramp    {paramp.__version__}{words}, Python" in doctor.doctor()
-
-
-def test_without_git_there_is_no_commit(bare):
-    (bare / ".git").mkdir()
-    assert doctor._commit(bare) is None
-
-
-def test_a_cpu_without_fp16_emulates_it(bare):
-    modes = doctor.examine()["modes"]
-    for name in ("16-mixed", "16-naive", "O2", "16-true"):
-        assert modes[name] == {
-            "runs": "emulated",
-            "why": f"this CPU has no fp16 arithmetic: {doctor.IN_FP32}; compiled blocks run eagerly",
-        }
-    assert modes["32-true"] == {"runs": "natively", "why": "float32 products"}
+    monkeypatch.setattr(doctor, "_commit", lambda _: commit)
+    assert f"paramp    {paramp.__version__} (commit {commit}), Python" in doctor.doctor()
 
 
 OF_TE = {"transformer-engine", "transformer-engine-float16"}
@@ -146,24 +134,25 @@ def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
     assert found["reason"] in doctor.doctor()
 
 
-def test_a_slurm_job_is_reported(bare, monkeypatch):
-    job = {"JOB_ID": "71", "STEP_ID": "0", "PROCID": "3", "LOCALID": "1", "NTASKS": "4", "JOB_NODELIST": "gpu[01-02]"}
-    for name, value in job.items():
+SLURM = {"JOB_ID": "71", "STEP_ID": "0", "PROCID": "3", "LOCALID": "1", "NTASKS": "4", "JOB_NODELIST": "gpu[01-02]"}
+
+
+def test_missing_torchrun_variables_are_reported_without_an_exception(bare, monkeypatch):
+    """And the job of Slurm is."""
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        found = doctor.examine()["launcher"]
+        assert found["name"] is None
+        assert "WORLD_SIZE" in found["problem"]
+        assert found["problem"] in doctor.doctor()
+        assert main(["doctor"]) == 0
+    for name, value in SLURM.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     put(bare / "bin" / "srun", "#!/bin/sh\n")
     found = doctor.examine()
     assert found["launcher"] == {"name": "slurm", "rank": 3, "world_size": 4, "problem": None}
     assert found["slurm"] == {"job": "71", "nodes": "gpu[01-02]", "tasks": "4", "srun": str(bare / "bin" / "srun")}
     assert "launcher  slurm: rank 3 of 4" in doctor.doctor()
-
-
-def test_missing_torchrun_variables_are_reported_without_an_exception(bare, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    found = doctor.examine()["launcher"]
-    assert found["name"] is None
-    assert "WORLD_SIZE" in found["problem"]
-    assert found["problem"] in doctor.doctor()
-    assert main(["doctor"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ What it cannot show: values, kernels, streams and their races, the order of coll
 It is known to work with torch 2.13.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -23,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 if "torch" in sys.modules:
@@ -64,15 +62,9 @@ fake_tensor.init_gpu_context = lambda *_, **__: None
 aten = torch.ops.aten
 
 
-class Wait(NamedTuple):
-    """What made the host wait: what, and where, as ``path:line function`` of frames outside torch, innermost first."""
-
-    what: str
-    lines: tuple[str, ...]
-
-
-class _Waits(list[Wait]):
-    """Everything that the host has waited for since the last :meth:`begin_step`, up to :meth:`end_step`."""
+class _Waits(list[tuple[str, tuple[str, ...]]]):
+    """Everything that the host has waited for since the last :meth:`begin_step`, up to :meth:`end_step`: what, and
+    where, as ``path:line function`` of frames outside torch, innermost first."""
 
     step = 0
     _counts = True
@@ -87,7 +79,7 @@ class _Waits(list[Wait]):
 
     def add(self, what: str) -> None:
         if self._counts:
-            self.append(Wait(what, _lines()))
+            self.append((what, _lines()))
 
 
 waits = _Waits()
@@ -115,8 +107,9 @@ class _Event:
 
     wait = _nothing
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._step = -1
+    _step = -1
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record(self, *_: Any) -> None:
         self._step = waits.step
@@ -138,7 +131,7 @@ class _Stream:
     device = torch.device("cuda", 0)
     __init__ = wait_event = wait_stream = __exit__ = _nothing
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> "_Stream":
         return self
 
     def synchronize(self) -> None:
@@ -227,10 +220,10 @@ class Device(FakeTensorMode):
             if on_host := [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "cuda"]:
                 raise RuntimeError(f"{function}: expected all tensors on the device, got {on_host}")
             return None
-        new_args, new_kwargs = args, kwargs
+        given = tuple(args), kwargs
         if any(type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in leaves):
-            new_args, new_kwargs = tree_map(self._faked, (tuple(args), kwargs))
-        result = self.dispatch(function, types, new_args, new_kwargs)
+            given = tree_map(self._faked, given)
+        result = self.dispatch(function, types, *given)
         if all(leaf.numel() <= SMALL for leaf in fake) and function.namespace not in _COLLECTIVES:
             self._follow(function, leaves, args, kwargs, result)
         return result
@@ -242,10 +235,9 @@ class Device(FakeTensorMode):
         if any(map(torch.is_storage, leaves)):
             vars(args[0]).pop("host_values", None)
             return
-        if not all(_known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
-            return
         results = [one for one in tree_leaves(result) if isinstance(one, FakeTensor)]
-        if not results or any(one.numel() > SMALL for one in results):
+        known = all(_known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if not known or not results or any(one.numel() > SMALL for one in results):
             return
         real_args, real_kwargs = tree_map(_on_host, (tuple(args), kwargs))
         for one, values in zip(results, tree_leaves(function(*real_args, **real_kwargs)), strict=True):
@@ -261,9 +253,7 @@ class Device(FakeTensorMode):
         return False if value.dtype is torch.bool else 0.0 if value.is_floating_point() else 0
 
     def _see_index(self, function: Any, whole: Any, indices: Any) -> None:
-        for index in indices:
-            if index is None:
-                continue
+        for index in (one for one in indices if one is not None):
             if index.dtype in (torch.bool, torch.uint8):
                 waits.add(f"size that depends on values ({function} by a mask)")
             elif index.device != whole.device and index.ndim:
@@ -273,10 +263,10 @@ class Device(FakeTensorMode):
         """See copies between host and device; the result of one to the host, else None."""
         non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         if name == "_to_copy":
-            (source,), device = args, kwargs.get("device") or args[0].device
-            dtype = kwargs.get("dtype") or source.dtype
-            is_read = (source.device.type, device.type) == ("cuda", "cpu")
-            target = torch.zeros(source.shape, dtype=dtype, pin_memory=non_blocking) if is_read else None
+            (source,), device, target = args, kwargs.get("device") or args[0].device, None
+            if (source.device.type, device.type) == ("cuda", "cpu"):
+                dtype = kwargs.get("dtype") or source.dtype
+                target = torch.zeros(source.shape, dtype=dtype, pin_memory=non_blocking)
             copies = [(target, device, source)]
         else:
             pairs = [args[:2]] if name == "copy_" else zip(*args[:2], strict=True)

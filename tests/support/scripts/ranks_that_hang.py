@@ -24,8 +24,6 @@ from paramp.distributed.rendezvous import free_port
 
 SIZE = 3
 PIPELINE = {"pipeline": {"size": 3, "microbatches": 4}}
-
-
 LONG = 150.0
 """Real seconds: until the heartbeat ends the process."""
 CLOCKS = {}
@@ -45,41 +43,38 @@ def stop():
 def after(count, function):
     """A hook that calls ``function`` the ``count``-th time."""
     calls = iter(range(1, 100))
-
-    def hook(*_):
-        if next(calls) == count:
-            function()
-
-    return hook
+    return lambda *_: function() if next(calls) == count else None
 
 
-def train(context, arm):
-    """Two steps; ``arm`` is called with the engine before the second."""
+def engine_and_layer():
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = paramp.initialize(model, optimizer, torch.nn.functional.mse_loss)
-    for step in (1, 2):
-        if step == 2:
-            arm(engine)
-        engine.forward_backward(torch.ones(8, 4), torch.ones(8, 4))
-        engine.step()
-        engine.zero_grad()
+    engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)
+    return engine, next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
 
 
-def layer(engine):
-    return next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
+def make_step(engine, size=8):
+    engine.forward_backward(torch.ones(size, 4), torch.ones(size, 4))
+    engine.step()
+    engine.zero_grad()
 
 
-def forward(context):
-    train(context, lambda engine: context.rank == 2 and layer(engine).register_forward_hook(after(3, stop)))
+def stopping(rank, arm):
+    """A case of two steps; ``arm`` is called on ``rank`` with the engine and its first layer before the second."""
+
+    def case(context):
+        engine, layer = engine_and_layer()
+        make_step(engine)
+        if context.rank == rank:
+            arm(engine, layer)
+        make_step(engine)
+
+    return case
 
 
-def backward(context):
-    train(context, lambda engine: context.rank == 1 and layer(engine).weight.register_hook(after(2, stop)))
-
-
-def step(context):
-    train(context, lambda engine: context.rank == 2 and engine.before_step.append(stop))
+forward = stopping(2, lambda _, layer: layer.register_forward_hook(after(3, stop)))
+backward = stopping(1, lambda _, layer: layer.weight.register_hook(after(2, stop)))
+step = stopping(2, lambda engine, _: engine.before_step.append(stop))
+host = stopping(0, lambda _, layer: layer.register_forward_hook(after(1, stop)))
 
 
 def checkpoint(context):
@@ -87,10 +82,6 @@ def checkpoint(context):
         if context.rank == 1:
             stop()
         dist.barrier()
-
-
-def host(context):
-    train(context, lambda engine: context.rank == 0 and layer(engine).register_forward_hook(after(1, stop)))
 
 
 def failure(context):
@@ -102,46 +93,26 @@ def failure(context):
     dist.barrier()
 
 
-def wait(context):
-    """No rank makes progress for a while; then all end in order."""
-    with context.phase("step"):
-        if context.rank == 2:
-            with context.phase("data"):
-                clock().wait(PATIENCE["wait"] + 3)
-        dist.barrier()
-
-
 def leave(context):
     """Rank 0 leaves first, with the store that it hosts."""
     if context.rank > 0:
         clock().wait(PATIENCE["leave"] + 3)
 
 
-def small_engine():
-    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    return paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss)[0]
-
-
-def make_step(engine, x):
-    engine.forward_backward(x, x)
-    engine.step()
-    engine.zero_grad()
-
-
 def later_batch(context):
     """Rank 1 passes a later batch of another size."""
-    engine = small_engine()
+    engine, _ = engine_and_layer()
     for number in range(1, 7):
-        make_step(engine, torch.ones(4 if number == 5 and context.rank == 1 else 8, 4))
+        make_step(engine, 4 if number == 5 and context.rank == 1 else 8)
 
 
 def departure(context):
     """Rank 1 leaves a step too early. Each other writes its error, of which the program reports the first alone."""
     failures.SECONDS_TO_READ = LONG  # on a busy machine rank 2 reads it later than a program would wait
-    engine = small_engine()
+    engine, _ = engine_and_layer()
     try:
         for _ in range(2 if context.rank == 1 else 3):
-            make_step(engine, torch.ones(8, 4))
+            make_step(engine)
     except RuntimeError as error:
         print(error, file=sys.stderr, flush=True)
         raise
@@ -149,11 +120,11 @@ def departure(context):
 
 def save_alone(context):
     """Rank 1 saves, and the others go on."""
-    engine = small_engine()
-    for number in (1, 2):
-        if number == 2 and context.rank == 1:
-            engine.save("/nowhere")
-        make_step(engine, torch.ones(8, 4))
+    engine, _ = engine_and_layer()
+    make_step(engine)
+    if context.rank == 1:
+        engine.save("/nowhere")
+    make_step(engine)
 
 
 def plain(context):
@@ -171,13 +142,8 @@ def plain(context):
 
 
 def plain_failure(context):
-    """Rank 1 fails; rank 0 does not notice by itself."""
     with paramp.start_heartbeat(3.0):
-        if context.rank == 1:
-            raise ValueError("disk on fire")
-        if context.rank == 0:
-            time.sleep(LONG)
-        dist.barrier()
+        failure(context)
 
 
 def from_mesh(config, device):
@@ -187,7 +153,7 @@ def from_mesh(config, device):
 
 
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
-PATIENCE = {"wait": 6.0, "leave": 6.0, "later_batch": 30.0, "departure": 30.0, "save_alone": 6.0}
+PATIENCE = {"leave": 6.0, "later_batch": 30.0, "departure": 30.0, "save_alone": 6.0}
 """The time-outs of cases in which no rank is silent."""
 
 
@@ -222,19 +188,18 @@ def main():
             if not process:
                 run(case, rank, port, folder)
             ranks[process] = case, rank
-    codes = {case: [None] * SIZE for case in cases}
-    running, stopped = dict(ranks), set()
-    while running:
+    codes, stopped = {case: [None] * SIZE for case in cases}, set()
+    while ranks:
         process, status = os.waitpid(-1, os.WUNTRACED | os.WNOHANG)
         if process:
-            case, rank = running.pop(process)
+            case, rank = ranks.pop(process)
             if os.WIFSTOPPED(status):
                 stopped.add(process)
             else:
                 codes[case][rank] = os.waitstatus_to_exitcode(status)
             continue
         for case, its_clock in CLOCKS.items():
-            its_clock.tick([rank for of, rank in running.values() if of == case])
+            its_clock.tick([rank for of, rank in ranks.values() if of == case])
         time.sleep(0.005)
     for process in stopped:
         os.kill(process, signal.SIGKILL)

@@ -86,7 +86,8 @@ class ExactReport:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {"ok": self.ok} | asdict(self)
+        counts = {"num_compared": dict(self.num_compared), "num_different": dict(self.num_different)}
+        return {"ok": self.ok} | asdict(self) | counts  # asdict counts the items of a Counter
 
     def lines(self) -> Iterator[str]:
         """The report as a table and a conclusion."""
