@@ -1,6 +1,5 @@
 """Folders of Hugging Face models: written from every layout, and read shard by shard."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
 
 pytest.importorskip("transformers")
 
-from pretrained import batches, build, plain_losses
+from pretrained import batches, build
 
 LAYOUTS = {
     "tp2": {"tensor": 2},
@@ -76,50 +75,6 @@ def test_errors_of_saving_are_on_every_rank(world):
         engine, *_ = paramp.initialize(nn.Sequential(nn.Linear(2, 2)), sgd)
         with pytest.raises(paramp.ConfigError, match="got Sequential, expected a Hugging Face model"):
             engine.save_pretrained(folder)
-
-
-def adapted():
-    """With LoRA's adapters of peft."""
-    from peft import LoraConfig
-
-    model = build("Llama")
-    torch.manual_seed(1)
-    layers = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=layers))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros, behind which A would get no gradient
-            nn.init.normal_(parameter, std=0.1)
-    return model.train()
-
-
-def adapters_sgd(parameters):
-    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.5, momentum=0.9)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@on_ranks(2)
-def test_adapters_follow_plain_torch_and_are_saved_alone(world, layout):
-    plain, folder = adapted(), shared_folder()
-    losses = plain_losses(plain, "Llama", 3, adapters_sgd(plain.parameters()))
-    expected = {name: value for name, value in plain.named_parameters() if "lora" in name}
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine, *_ = paramp.initialize(adapted(), adapters_sgd)
-        for batch, loss in zip(batches("Llama", 3), losses, strict=True):
-            assert engine.forward_backward(batch).item() == pytest.approx(loss, abs=1e-5)
-            assert engine.step().stepped
-            engine.zero_grad()
-        actual, start = engine.full_state_dict(), dict(adapted().named_parameters())
-        for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value, atol=2e-5, rtol=0)
-            assert (value - start[name]).abs().max() > 2e-4
-        engine.save_pretrained(folder)
-        assert not list(folder.glob("model*"))
-        model = build("Llama").eval()
-        model.load_adapter(folder)
-        engine.eval()
-        batch = next(batches("Llama", 1))
-        torch.testing.assert_close(engine(**batch).logits, model(**batch).logits.detach(), atol=2e-5, rtol=0)
 
 
 def on_meta(name, folder):

@@ -10,12 +10,10 @@ from families import SEED, WHOLE, family
 from pool import on_ranks
 from reference import batches, small_gpt
 from small_engines import engine_of
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 from paramp.models import GPT
-from paramp.parallel.activation_checkpointing import repeated_blocks
 
 HOW = ("full", 2, "selective")
 LAYOUTS = {
@@ -99,12 +97,3 @@ def test_the_peaks_of_the_pages_table():
     assert {name for name, _ in rows} == found.keys()
     for name, expected in rows if WHOLE or SEED else rows[1:2]:
         assert peak(found[name]) / 2**20 == pytest.approx(int(expected), rel=0.1), name
-
-
-def test_blocks_are_the_outermost_modules_that_repeat():
-    assert repeated_blocks(small_gpt()) == [f"blocks.{index}" for index in range(4)]
-    twice = nn.ModuleDict(
-        {"a": small_gpt(), "b": nn.ModuleList([nn.Sequential(small_gpt(), small_gpt()) for _ in range(2)])}
-    )
-    assert repeated_blocks(twice) == [*(f"a.blocks.{index}" for index in range(4)), "b.0", "b.1"]
-    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # nothing inside to compute again

@@ -162,15 +162,33 @@ def test_blocks_that_all_ranks_choose_alike_train(world):
 
 
 @on_ranks(2)
-def test_known_orders_need_no_messages(world):
-    posts, post = [], UnitOrder._post
+def test_known_orders_need_no_messages_and_are_compared_at_the_step(world):
+    """Blocks 1 and 2 have equal shapes: without a check each rank would compute with halves of both."""
+    posts, post, orders = [], UnitOrder._post, ([0, 1, 3], [0, 2, 3])
     with pytest.MonkeyPatch.context() as patch, training() as trained:
         patch.setattr(UnitOrder, "_post", lambda self, tag: posts.append(tag) or post(self, tag))
-        for _ in range(3):
+        for order in (*orders, *orders):
             before = len(posts)
-            trained.step()
+            trained.step(order)
             trained.engine.evaluate(*trained.part)
-    assert len(posts) == before > 0
+        assert len(posts) == before > 0
+        trained.engine.module.order = orders[world.rank]
+        trained.engine.forward_backward(*trained.part, return_loss=False)
+        with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model"):
+            trained.engine.step()
+        assert_weights(trained.engine.full_state_dict(), trained.plain.state_dict(), atol=1e-6)
+
+
+@on_ranks(2)
+def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
+    """The forward of the first block begins to gather the second, which the evaluation leaves out."""
+    with training(prefetch=1) as trained:
+        trained.engine.module.order = [0, 2, 3]
+        trained.engine.evaluate(*trained.part)
+        with torch.no_grad():
+            for parameter in (*trained.engine.parameters(), *trained.plain.parameters()):
+                getattr(parameter, "_local_tensor", parameter).mul_(2.0)
+        trained.step()
 
 
 @pytest.mark.parametrize("replicate", [1, 2])
