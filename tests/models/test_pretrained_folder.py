@@ -10,7 +10,6 @@ from torch import nn
 from trainer_runs import quiet
 
 import paramp
-from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
 
 pytest.importorskip("transformers")
 
@@ -111,18 +110,14 @@ def test_a_model_on_meta_gets_its_files_values(world, name, layout):
         assert engine.evaluate(batch).item() == pytest.approx(loss, abs=1e-5)
 
 
-def test_a_tensor_of_a_file_is_a_view_and_a_missing_one_is_initialised(tmp_path):
+def test_a_tensor_that_is_in_no_file_is_initialised_and_a_missing_file_named(tmp_path):
     build("Llama").model.save_pretrained(tmp_path)  # without the head
-    files = PretrainedFiles(on_meta("Llama", tmp_path))
-    assert "lm_head.weight" not in files
-    weight, again = (files("model.layers.0.mlp.up_proj.weight") for _ in range(2))
-    assert weight.data_ptr() == again.data_ptr()
-    assert torch.equal(weight, build("Llama").model.layers[0].mlp.up_proj.weight)
-    model = on_meta("Llama", tmp_path)
     with paramp.launch_from_torch():
         engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)
         assert engine.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
-        assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, weight)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
-        PretrainedFiles(model)
+        expected = build("Llama").model.layers[0].mlp.up_proj.weight
+        assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, expected)
+        model = on_meta("Llama", tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
+            paramp.initialize(model, sgd)

@@ -54,19 +54,27 @@ def norm_twice():
 
 
 class NotFilled(nn.Module):
-    """It has no reset_parameters, or one that forgets the buffer that its constructor made."""
+    """It has no reset_parameters."""
 
-    def __init__(self, reset=False):
+    def __init__(self):
         super().__init__()
         self.position = nn.Parameter(torch.ones(4))
+
+
+class HalfFilled(NotFilled):
+    """It forgets the buffer that its constructor made."""
+
+    def __init__(self):
+        super().__init__()
         self.register_buffer("mask", torch.ones(3))
-        if reset:
-            self.reset_parameters = lambda: nn.init.zeros_(self.position)
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.position)
 
 
-def unfilled(**options):
+def unfilled(kind=NotFilled):
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(4, 4), NotFilled(**options))
+        return nn.Sequential(nn.Linear(4, 4), kind())
 
 
 def norm_last():
@@ -125,7 +133,7 @@ OF_RANKS = {
     "hooks within a stage": case(lambda: with_hook(nested(), "1.0"), None, pp2("1.1")),
     "norm of two stages": case(norm_twice, r"'1' \(BatchNorm1d\) is called on several stages", pp2("2")),
     "no plan": case(UNet, r"UNet has no tensor_parallel_plan\(\); pass plan=", TP2),
-    "half filled": case(lambda: unfilled(reset=True), r"reset_parameters\(\) of NotFilled does not fill 'mask'", DP2),
+    "half filled": case(lambda: unfilled(HalfFilled), r"reset_parameters\(\) of HalfFilled does not fill 'mask'", DP2),
     "no values": case(unfilled, r"model: 1 \(NotFilled\) is on the meta device", pp2("1")),
     "opened": case(Nested, "plan: 'inside' is split by the pipeline", pp2() | TP2, plan={"inside": "sharded_random"}),
     "no layer": case(norm_twice, "plan: '1' is a BatchNorm1d: Colwise supports Linear", TP2, plan={"1": "colwise"}),

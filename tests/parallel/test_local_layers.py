@@ -178,12 +178,6 @@ def test_a_criterion_may_ask_for_gradients_of_parameters_and_logits(world):
         assert_same_gradients(engine, plain)
 
 
-def doubled_late(logits, target):
-    loss = GPT.loss(logits, target)
-    logits.register_hook(lambda gradient: gradient * 2)
-    return loss
-
-
 def changed_under_a_view(logits, target):
     rows = logits.view(-1, logits.shape[-1])
     logits.div_(2)
@@ -195,19 +189,10 @@ def changed_through_a_view(logits, target):
     return F.cross_entropy(logits.transpose(1, 2), target)
 
 
-@pytest.mark.parametrize("criterion", [doubled_late, changed_under_a_view, changed_through_a_view])
+@pytest.mark.parametrize("criterion", [changed_under_a_view, changed_through_a_view])
 @on_ranks(2)
 def test_a_criterion_that_changes_logits_after_they_were_used(world, criterion):
-    """Gradients are those of one process, or there is an error."""
-    (x, y), *_ = batches()
     with paramp.launch_from_torch(TP2):
-        plain, engine = gpt(), engine_of(gpt(), criterion)
-        if criterion is not doubled_late:
-            with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
-                engine.forward_backward(x, y)
-            return
-        engine.forward_backward(x, y)
-        engine.zero_grad()
-        engine.forward_backward(x, y)
-        criterion(plain(x), y).backward()
-        assert_same_gradients(engine, plain)
+        engine = engine_of(gpt(), criterion)
+        with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
+            engine.forward_backward(*batches()[0])

@@ -32,9 +32,7 @@ TARGETS = {
     "llama": {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], "modules_to_save": ["lm_head"]},
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},  # fused, and of Conv1D
     "llama-embedding": {"target_modules": ["embed_tokens", "k_proj", "gate_proj"]},
-    "llama-added": {
-        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    },  # by transformers
+    "llama-added": {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},  # by transformers
     "own": {"target_modules": ["up", "down"]},
 }
 OWN_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -120,11 +118,6 @@ def test_fp32_follows_plain_torch(layout):
 
 
 MORE = {"tp2": ["gpt2", "llama-embedding", "llama-added"], "pp2": ["gpt2", "llama-added"], "fsdp2": ["gpt2"]}
-    "tp2": ["gpt2", "llama-embedding", "llama-added"],
-    "pp2": ["gpt2", "llama-added"],
-    "fsdp2": ["gpt2"],
-    "pp2-tp2": [],
-}
 
 
 def follow_plain_torch(world, layout):

@@ -122,21 +122,6 @@ def test_one_nan_is_one_nan_loss_and_the_others_keep_their_bits(world):
 
 
 @on_ranks(2)
-def test_whole_classes_of_any_number_are_one_slice(world):
-    mesh = init_device_mesh("cpu", (2,))
-    logits, target = randn(4, 10), torch.tensor([1, 9, 4, 0])
-    whole, leaf = logits.clone().requires_grad_(), DTensor.from_local(logits[2 * world.rank :][:2], mesh, [Shard(0)])
-    rows = leaf.requires_grad_()
-    loss, gradient = with_gradient(exact, whole, target, 1.0)
-    gathered, of_rows = with_gradient(exact, rows, target, 1.0)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, target))
-    assert bits(gathered).equal(bits(loss))
-    assert bits(of_rows.full_tensor()).equal(bits(gradient))
-    chances = torch.rand(4, 10).softmax(-1)
-    torch.testing.assert_close(exact(logits, chances), F.cross_entropy(logits, chances), atol=0, rtol=0)
-
-
-@on_ranks(2)
 def test_arguments_that_torch_refuses_are_refused(world):
     """And what cannot be sharded."""
     logits, target = randn(4, 16), torch.randint(16, (4,))

@@ -44,11 +44,6 @@ def test_the_heaviest_stage_is_as_light_as_can_be(widths, num_stages, expected):
     assert found == least
 
 
-def test_looking_up_an_embedding_costs_nothing():
-    model = nn.Sequential(nn.Embedding(10_000, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    assert [len(stage) for stage in stages_of(model, 3)] == [2, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("count", "split", "message"),
     [

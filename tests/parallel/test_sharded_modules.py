@@ -59,12 +59,6 @@ class Carrying(Transposing):
     wrap, unwrap = Carrier, staticmethod(lambda carrier: carrier.hidden)
 
 
-class Beside(Transposing):
-    """It also returns a tensor that nothing uses."""
-
-    wrap, unwrap = staticmethod(lambda x: (x.sum(), Carrier(x))), staticmethod(lambda pair: pair[1].hidden)
-
-
 class InPlace(Blocks):
     """It changes what its blocks return in place."""
 
@@ -79,10 +73,6 @@ class InPlace(Blocks):
 
 class InPlaceOfObjects(InPlace):
     kind = Carrying
-
-
-class InPlaceBeside(InPlace):
-    kind = Beside
 
 
 class Looked(Blocks):
@@ -154,7 +144,7 @@ def follow(world, build, parallel, steps=3, plan=None, optimizer=sgd, **options)
         train_both(context, engine, plain, given, optimizer=optimizer, **{"rtol": 1e-5} | options)
 
 
-@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, InPlaceBeside, Looked, Twice])
+@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, Looked, Twice])
 @on_ranks(2)
 def test_blocks_may_be_called_in_any_way(world, build):
     """Also one that returns an object: without a hook on its tensors the backward reads parameters that were freed."""
