@@ -152,7 +152,7 @@ def test_large_finite_gradients_are_no_overflow():
 
 def test_sparse_gradients_are_unscaled_and_checked():
     table, scaler = torch.nn.Embedding(5, 2, sparse=True), DistributedGradScaler(init_scale=8.0)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    optimizer = sgd(table.weight)
     before = table.weight.detach().clone()
     scaler.scale(table(torch.tensor([1, 1, 3])).sum()).backward()
     scaler.unscale_(optimizer)
@@ -205,11 +205,10 @@ def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean(unscaled):
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, DistributedGradScaler])
-def test_an_optimizer_without_any_gradient_is_reported_as_torch_does(make):
-    """As it is over the parameters of another model; nothing may hide that, and nothing may move the scale."""
+def test_misuse_is_reported_as_torch_does(make):
+    """Also an optimizer over the parameters of another model; nothing may hide that, and nothing may move the scale."""
     for fused, unscaled in itertools.product((False, True), (False, True)):
-        weight, other = parameter(), parameter()
-        optimizer = torch.optim.SGD([other], lr=0.1, fused=fused)
+        weight, optimizer = parameter(), sgd(parameter(), fused=fused)
         scaler = make("cpu", growth_interval=1)
         scaler.scale(weight.sum()).backward()
         if unscaled:
@@ -219,13 +218,9 @@ def test_an_optimizer_without_any_gradient_is_reported_as_torch_does(make):
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.update() if fused else scaler.step(optimizer)
         assert scaler.get_scale() == 2.0**16
-
-
-def test_misuse_is_reported_as_torch_does():
-    weight, scaler = parameter(), DistributedGradScaler()
-    optimizer = sgd(weight)
+    scaler, optimizer = make("cpu"), sgd(weight)
+    scaler.scale(weight.sum()).backward()
     each_raises(AssertionError, {"No inf checks": scaler.update})
-    weight.grad = torch.ones(4)
     for call in (scaler.unscale_, scaler.step):
         call(optimizer)
         each_raises(RuntimeError, {"already been called": lambda call=call: call(optimizer)})
@@ -258,21 +253,20 @@ def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
     """torch's scaler raises here, or lets one rank skip while another steps (FACTS 1)."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for culprit, where in itertools.product(range(4), range(3)):
-        weights = [
-            torch.nn.Parameter(torch.ones(4)),
-            torch.nn.Parameter(sharded(grid["a"], Shard(0), torch.ones(2))),
-            torch.nn.Parameter(sharded(grid["b"], Replicate(), torch.ones(3))),
+        values = [
+            torch.ones(4),
+            sharded(grid["a"], Shard(0), torch.ones(2)),
+            sharded(grid["b"], Replicate(), torch.ones(3)),
         ]
-        optimizer = torch.optim.SGD(weights, lr=1.0, foreach=False)
-        scaler = DistributedGradScaler("cpu", init_scale=8.0)
+        weights = [torch.nn.Parameter(value) for value in values]
+        optimizer, scaler = sgd(*weights, foreach=False), DistributedGradScaler("cpu", init_scale=8.0)
         for weight in weights:
             weight.grad = torch.full_like(weight, 8.0)
         if world.rank == culprit:
             local(weights[where].grad)[-1] = BAD[where]
         scaler.unscale_(optimizer)
         attempt(scaler, optimizer)
-        for weight in weights:
-            assert torch.equal(local(weight).detach(), torch.ones_like(local(weight)))
+        assert all(local(weight).eq(1).all() for weight in weights)
         assert everywhere(scaler.get_scale()) == [4.0] * 4
 
 
@@ -351,7 +345,7 @@ def test_a_context_gives_the_scaler_its_ties(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
         used, used_once, unused = weights = [parameter(size=2) for _ in range(3)]
         context.ties += [TiedParameter("w", weight, context.pp.group, owner=world.rank == 0) for weight in weights]
-        optimizer = torch.optim.SGD(weights, lr=1.0, weight_decay=0.25)
+        optimizer = sgd(*weights, weight_decay=0.25)
         scaler = DistributedGradScaler("cpu", init_scale=2.0)
         used.grad = torch.tensor([2.0, 4.0 * world.rank])
         used_once.grad = torch.full((2,), 4.0) if world.rank == 1 else None
