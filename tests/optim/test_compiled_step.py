@@ -54,7 +54,7 @@ def configuration(mode, masters=None, **others):
 
 
 def run(engine, steps):
-    """Steps with gradients made by hand, at rates that fall; a layer has some in two steps only.
+    """Steps with gradients made by hand, at rates that fall; a layer has some in three steps only.
 
     Step ``OVERFLOW`` has a gradient that is not finite; before ``EDIT`` a weight is changed in place.
     """
@@ -65,7 +65,7 @@ def run(engine, steps):
         if step == EDIT:
             with torch.no_grad():
                 model.first.weight[0, :3] = torch.tensor([0.5, -0.25, 0.0])
-        model.use = step in (1, 5)
+        model.use = step in (1, 3, 5)
         (x, y), generator = data(1, seed=step)[0], torch.Generator().manual_seed(step)
         engine.forward_backward(x, y.to(torch.promote_types(model.first.weight.dtype, torch.float32)))
         for name, one in engine.named_parameters():
