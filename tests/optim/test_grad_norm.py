@@ -137,25 +137,6 @@ def test_what_torchs_own_scaler_and_clip_do(world):
     assert not collectives.counts
 
 
-@on_ranks(2)
-def test_fully_sharded_models_on_a_mesh_of_their_own(world):
-    """Their mesh has no names, and the plain layer is replicated."""
-
-    def gradients(shard):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
-        if shard:
-            torch.distributed.fsdp.fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-        model(torch.ones(2, 6)).square().mean().backward()
-        return list(model.parameters())
-
-    expected = torch.nn.utils.clip_grad_norm_(gradients(shard=False), 0.1)
-    with paramp.launch_from_torch({"parallel": {"data": 2}}):
-        parameters = gradients(shard=True)
-        torch.testing.assert_close(clip_grad_norm_(parameters, 0.1), expected)
-        torch.testing.assert_close(clip_grad_norm_(parameters, 0.1), torch.tensor(0.1), atol=1e-5, rtol=0)
-
-
 def maybe_sparse(sparse):
     weight = with_gradient(torch.ones(3))
     if sparse:
@@ -218,12 +199,12 @@ def test_bfloat16_gradients_are_checked_and_unscaled_as_torchs_kernel_does(facto
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_bfloat16_gradients_are_finite_and_a_flag_that_is_set_stays():
+def test_a_flag_that_is_set_stays():
+    """Also without any gradients in bfloat16."""
     for given in ([], [torch.zeros(0, dtype=torch.bfloat16)], [torch.ones(2, dtype=torch.bfloat16)]):
         for flag in (0.0, 1.0):
             found = torch.tensor(flag)
             grad_norm._unscale_bfloat16_(given, found, torch.tensor(0.5))
-            assert found.item() == flag
             unscale_and_check_(given, torch.tensor(0.5), found)
             assert found.item() == flag
 
