@@ -45,8 +45,8 @@ matrix: $(VENV)/installed
 	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py \
 		tests/models/test_huggingface_table.py --write-matrix
 
-# What the text of the tree has to be: words, sizes, which package imports which, what shows each promise.
-CHECKS := $(addprefix tests/system/test_,words.py sizes.py layers.py claims.py)
+# What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
+CHECKS := $(addprefix tests/system/test_,words.py layers.py walks.py claims.py)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ..base.coerce import build, user_path
 from ..base.errors import ConfigError, one_line, shown
-from ..precision.policy import SPELLINGS, Precision
+from ..precision.policy import FOREIGN_NAMES, Precision
 from .schema import Config
 
 
@@ -38,11 +38,11 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
     known = {key: value for key, value in tree.items() if key not in user}
     if "fp16" in known:
-        known = importlib.import_module(SPELLINGS).without_fp16(known)
+        known = importlib.import_module(FOREIGN_NAMES).without_fp16(known)
     settings = build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
     if user.get("NUM_MICRO_BATCHES") is None:
         return settings
-    return cast(Config, importlib.import_module(SPELLINGS).with_microbatches(settings))
+    return cast(Config, importlib.import_module(FOREIGN_NAMES).with_microbatches(settings))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _report_overflow(module: nn.Module, choice: Choice, flag: torch.Tensor, satu
     for name, layer in module.named_modules():
         if name in choice.linear:  # a method, so that a deep copy uses its own flag
             forward = types.MethodType(_forward, layer)
-            own = {"_overflow": flag, "_probe": probe, "_inputs_saturate": saturates, "forward": forward}
+            own = {"overflow_flag": flag, "_probe": probe, "_inputs_saturate": saturates, "forward": forward}
             layer.__dict__.update(own)
 
 
@@ -195,13 +195,13 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     if layer._inputs_saturate and torch.is_grad_enabled():
-        _flag_overflow(layer._overflow, x)
+        _flag_overflow(layer.overflow_flag, x)
     with torch.autocast(device, enabled=False):
         output: torch.Tensor = _whole_products(layer, x) if layer._inputs_saturate else type(layer).forward(layer, x)
     if torch.compiler.is_compiling():
         return _Probe.apply(output, layer._probe)
     if output.requires_grad:
-        flag = layer._overflow
+        flag = layer.overflow_flag
         output.register_hook(lambda gradient: _flag_overflow(flag, gradient))
     return output
 

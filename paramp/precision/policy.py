@@ -23,7 +23,7 @@ from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
 from ..scaling.loss_scaling import LossScaling
 
-SPELLINGS = "paramp.compat.spellings"
+FOREIGN_NAMES = "paramp.compat.foreign_names"
 """The module of other libraries' names, imported for a value that is none of ours."""
 
 
@@ -181,7 +181,7 @@ class Precision:
         """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.
 
         ``"fp16"`` and ``torch.float16`` are ``16-mixed``, ``"bfloat16"`` and ``torch.bfloat16`` ``bf16-mixed``; other
-        libraries' names are those of :mod:`paramp.compat.spellings`.
+        libraries' names are those of :mod:`paramp.compat.foreign_names`.
 
         The options in ``{"mode": "16-mixed", "init_scale": 1024.0}`` are the fields of the mode's :class:`LossScaling`
         and :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as the mode, they are those of
@@ -197,10 +197,10 @@ class Precision:
         key = ALIASES.get(value, value) if isinstance(value, (str, int, torch.dtype)) else value
         if isinstance(key, str) and key in PRESETS:
             return PRESETS[key]
-        spellings = importlib.import_module(SPELLINGS)
-        if (mode := spellings.precision_of(value)) is not None:
+        foreign_names = importlib.import_module(FOREIGN_NAMES)
+        if (mode := foreign_names.precision_of(value)) is not None:
             return cast(Precision, mode)
-        known = [*PRESETS, *(alias for alias in (*ALIASES, *spellings.ALIASES) if isinstance(alias, str))]
+        known = [*PRESETS, *(alias for alias in (*ALIASES, *foreign_names.ALIASES) if isinstance(alias, str))]
         raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
 
 
@@ -272,11 +272,11 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         return _parse_options(given).storing(**storage)
     mode = given.pop("mode", None)
     if not isinstance(mode, (str, int)) or mode not in (*PRESETS, *ALIASES):
-        spellings = importlib.import_module(SPELLINGS)
-        if (parsed := spellings.precision_with(mode, given)) is not None:
+        foreign_names = importlib.import_module(FOREIGN_NAMES)
+        if (parsed := foreign_names.precision_with(mode, given)) is not None:
             return cast(Precision, parsed)
         if not isinstance(mode, (str, int)) or isinstance(mode, bool):
-            raise ConfigError(f"mode: got {shown(mode)}, expected one of {spellings.MODES}, or the name of a mode")
+            raise ConfigError(f"mode: got {shown(mode)}, expected one of {foreign_names.MODES}, or the name of a mode")
     row = Precision.parse(mode)
     internal = {"transformer_engine"}  # set by the mode's name
     if row.float8 is not None and not row.float8.transformer_engine:

@@ -1,13 +1,14 @@
 """The models: their published sizes, their arithmetic, and training under layouts, against plain torch."""
 
-import copy
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import randn, seeded, train_both
 from pool import on_ranks
-from reference import rank_slice
+from small_engines import engine_of
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -190,69 +191,37 @@ def test_a_vit_equals_plain_torch(class_token):
 
 # ------------------------------------------------------------------------------------------------------ under layouts
 
+# Each takes the batch in two parts, one after the other or on two ranks: BatchNorm sees the same images together.
+
+
 MODELS = {
     "resnet": lambda: ResNet(ResNetConfig(depths=(1, 2), width=4, num_classes=5, in_channels=2, small_images=True)),
     "vit": lambda: ViT(SMALL_VIT),
     "vit-mean": lambda: ViT(replace(SMALL_VIT, class_token=False)),
 }
-
-# Each takes the batch in two parts, one after the other or on two ranks: BatchNorm sees the same images together.
-LAYOUTS = {
-    "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
-    "dp2-tp2": {"data": 2, "tensor": 2},
-    "pp2-tp2-sp": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2, "sequence_parallel": True},
-}
+PP2_TP2 = {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}
+LAYOUTS = {"pp2-tp2": PP2_TP2, "dp2-tp2": {"data": 2, "tensor": 2}, "pp2-tp2-sp": PP2_TP2 | {"sequence_parallel": True}}
+CELLS = [("resnet", "pp2-tp2"), ("vit", "pp2-tp2"), ("vit", "dp2-tp2"), ("vit-mean", "pp2-tp2-sp")]
 
 
-def build(kind):
-    torch.manual_seed(0)
-    return unsettle(MODELS[kind]())
-
-
-def images(steps):
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(steps):
-        yield torch.randn(8, 2, 8, 8, generator=generator), torch.randint(5, (8,), generator=generator)
-
-
-def plain_training(kind, steps):
-    """Losses, weights and running statistics of a plain torch loop that takes each batch in two parts."""
-    model = build(kind)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x, y in images(steps):
-        optimizer.zero_grad()
-        parts = [F.cross_entropy(model(part), target) / 2 for part, target in zip(x.chunk(2), y.chunk(2), strict=True)]
-        sum(parts).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(sum(parts).item())
-    return losses, copy.deepcopy(model.state_dict())
-
-
-CELLS = [(kind, layout) for kind in ("resnet", "vit") for layout in ("pp2-tp2", "dp2-tp2")] + [
-    ("vit-mean", "pp2-tp2-sp")
-]
+def in_two_parts(model):
+    """As microbatches, so that a BatchNorm sees the same images together."""
+    whole = model.forward
+    model.forward = lambda x: torch.cat([whole(part) for part in x.chunk(2)])
+    return model
 
 
 @pytest.mark.parametrize(("kind", "layout"), CELLS)
 @on_ranks(4)
 def test_training_in_every_layout_equals_plain_torch(world, kind, layout):
-    losses, weights = plain_training(kind, 6)
+    plain, model = (unsettle(seeded(MODELS[kind])) for _ in range(2))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    given = [(randn(8, 2, 8, 8, seed=seed), (torch.arange(8) + seed) % 5) for seed in range(6)]
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
-        model = build(kind)
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.loss)
-        for (x, y), expected in zip(images(6), losses, strict=True):
-            x, y = (rank_slice(value, context.dp.rank, context.dp.size) for value in (x, y))
-            assert abs(engine.forward_backward(x, y).item() - expected) < 1e-5
-            engine.step()
-            engine.zero_grad()
-        actual = engine.full_state_dict()
-    assert actual.keys() == weights.keys()
-    for name, value in actual.items():
-        if context.dp.size > 1 and ("running" in name or "batches" in name):
-            continue  # each data rank's own, of its half of the images
-        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=2e-5)
+        engine = engine_of(model, model.loss, sgd)
+        if kind == "resnet" and context.is_last_stage:
+            assert next(iter(engine.named_parameters()))[0].startswith(model.pipeline_split(2)[0])
+        train_both(context, engine, in_two_parts(plain), given, F.cross_entropy, sgd, clip=1.0, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["resnet", "vit"])
@@ -260,8 +229,7 @@ def test_a_model_on_meta_is_filled(kind):
     with paramp.launch_from_environment({"seed": 3}):
         with torch.device("meta"):
             model = MODELS[kind]()
-        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        state = engine.full_state_dict()
+        state = engine_of(model).full_state_dict()
     start = MODELS[kind]().state_dict()  # of other random numbers, distributed alike
     assert state.keys() == start.keys()
     for name, value in state.items():

@@ -1,6 +1,5 @@
 """Folders of Hugging Face models: written from every layout, and read shard by shard."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from torch import nn
 from trainer_runs import quiet
 
 import paramp
-from paramp.parallel.huggingface.pretrained_folder import PretrainedFiles
 
 pytest.importorskip("transformers")
 
-from pretrained import batches, build, plain_losses
+from pretrained import batches, build
 
 LAYOUTS = {
     "tp2": {"tensor": 2},
@@ -78,50 +76,6 @@ def test_errors_of_saving_are_on_every_rank(world):
             engine.save_pretrained(folder)
 
 
-def adapted():
-    """With LoRA's adapters of peft."""
-    from peft import LoraConfig
-
-    model = build("Llama")
-    torch.manual_seed(1)
-    layers = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
-    model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=layers))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros, behind which A would get no gradient
-            nn.init.normal_(parameter, std=0.1)
-    return model.train()
-
-
-def adapters_sgd(parameters):
-    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.5, momentum=0.9)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@on_ranks(2)
-def test_adapters_follow_plain_torch_and_are_saved_alone(world, layout):
-    plain, folder = adapted(), shared_folder()
-    losses = plain_losses(plain, "Llama", 3, adapters_sgd(plain.parameters()))
-    expected = {name: value for name, value in plain.named_parameters() if "lora" in name}
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine, *_ = paramp.initialize(adapted(), adapters_sgd)
-        for batch, loss in zip(batches("Llama", 3), losses, strict=True):
-            assert engine.forward_backward(batch).item() == pytest.approx(loss, abs=1e-5)
-            assert engine.step().stepped
-            engine.zero_grad()
-        actual, start = engine.full_state_dict(), dict(adapted().named_parameters())
-        for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value, atol=2e-5, rtol=0)
-            assert (value - start[name]).abs().max() > 2e-4
-        engine.save_pretrained(folder)
-        assert not list(folder.glob("model*"))
-        model = build("Llama").eval()
-        model.load_adapter(folder)
-        engine.eval()
-        batch = next(batches("Llama", 1))
-        torch.testing.assert_close(engine(**batch).logits, model(**batch).logits.detach(), atol=2e-5, rtol=0)
-
-
 def on_meta(name, folder):
     """What ``from_pretrained(folder, device_map="meta")`` returns, which needs the package accelerate."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -156,18 +110,14 @@ def test_a_model_on_meta_gets_its_files_values(world, name, layout):
         assert engine.evaluate(batch).item() == pytest.approx(loss, abs=1e-5)
 
 
-def test_a_tensor_of_a_file_is_a_view_and_a_missing_one_is_initialised(tmp_path):
+def test_a_tensor_that_is_in_no_file_is_initialised_and_a_missing_file_named(tmp_path):
     build("Llama").model.save_pretrained(tmp_path)  # without the head
-    files = PretrainedFiles(on_meta("Llama", tmp_path))
-    assert "lm_head.weight" not in files
-    weight, again = (files("model.layers.0.mlp.up_proj.weight") for _ in range(2))
-    assert weight.data_ptr() == again.data_ptr()
-    assert torch.equal(weight, build("Llama").model.layers[0].mlp.up_proj.weight)
-    model = on_meta("Llama", tmp_path)
     with paramp.launch_from_torch():
         engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)
         assert engine.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
-        assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, weight)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
-        PretrainedFiles(model)
+        expected = build("Llama").model.layers[0].mlp.up_proj.weight
+        assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, expected)
+        model = on_meta("Llama", tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
+            paramp.initialize(model, sgd)

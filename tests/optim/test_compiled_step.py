@@ -1,4 +1,4 @@
-"""The compiled step and the compiled norm against fp64, and against what is not compiled.
+"""The compiled step against the step in torch's kernels, and the compiled norm against fp64.
 
 A kernel takes seconds to compile. So most tests run the driver with the kernels' functions uncompiled.
 """
@@ -15,7 +15,7 @@ from families import SEED, WHOLE, family, long
 from pool import on_ranks
 from reference import assert_trained
 from small_engines import assert_same_tensors, engine_of, sgd, train_step
-from test_flat_params import Net, grouped
+from test_flat_params import Net, data, grouped
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,61 +53,47 @@ def configuration(mode, masters=None, **others):
     return {"precision": precision, "masters": masters, "clip_grad_norm": 0.5, "compile": True} | others
 
 
-def train(config, make):
-    """An engine after ``STEPS``, and torch's optimizer in fp64 on masters that started and were edited like its own.
+def run(engine, steps):
+    """Steps with gradients made by hand, at rates that fall; a layer has some in three steps only.
 
-    Step ``OVERFLOW`` has a gradient that is not finite; before ``EDIT`` a weight is changed behind autograd's back.
+    Step ``OVERFLOW`` has a gradient that is not finite; before ``EDIT`` a weight is changed in place.
     """
-    with paramp.launch_from_torch(config) as context:
-        model = Net()
-        exact = {name: value.detach().double() for name, value in model.named_parameters()}
-        if not context.config.precision.masters:  # they start from rounded weights
-            exact = {name: one.to(context.config.precision.weights).double() for name, one in exact.items()}
-        exact = {name: nn.Parameter(one) for name, one in exact.items()}
-        engine = engine_of(model, optimizer=make(model.parameters()))
-        reference = make(exact.values())
-        for step in STEPS:
-            run_step(engine, model, exact, reference, step)
-        return engine, engine.full_state_dict(), exact, reference
+    model = engine.module
+    for step in steps:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        if step == EDIT:
+            with torch.no_grad():
+                model.first.weight[0, :3] = torch.tensor([0.5, -0.25, 0.0])
+        model.use = step in (1, 3, 5)
+        (x, y), generator = data(1, seed=step)[0], torch.Generator().manual_seed(step)
+        engine.forward_backward(x, y.to(torch.promote_types(model.first.weight.dtype, torch.float32)))
+        for name, one in engine.named_parameters():
+            gradient = torch.randn(one.shape, generator=generator) / 4 * engine.scaler.get_scale()
+            if not name.startswith("never" if model.use else STILL):
+                one.grad.copy_(gradient)
+        if step == OVERFLOW:
+            model.first.weight.grad[0, 0] = float("inf")
+        assert engine.step().stepped == (step != OVERFLOW)
+    return engine.full_state_dict()
 
 
-def run_step(engine, model, exact, reference, step):
-    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
-        group["lr"] = other["lr"] = 0.01 / (1 + step)
-    if step == EDIT:
-        model.first.weight.data[0, :3] = torch.tensor([0.5, -0.25, 0.0])
-        followed = engine.full_state_dict()["first.weight"][
-            0, :3
-        ]  # half a unit off in a remainder, which belongs to any weight
-        torch.testing.assert_close(followed, torch.tensor([0.5, -0.25, 0.0]).to(followed), rtol=2.0**-8, atol=1e-7)
-        exact["first.weight"].data[0, :3] = followed
-    model.use = step in (1, 5)
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 3, generator=generator)
-    engine.forward_backward(x, y.to(torch.promote_types(model.first.weight.dtype, torch.float32)))
-    if step == OVERFLOW:
-        model.first.weight.grad[0, 0] = float("inf")
-    scale = engine.scaler.get_scale()
-    unused = "never" if model.use else STILL
-    used = {name: one for name, one in engine.named_parameters() if not name.startswith(unused)}
-    for name, one in exact.items():
-        one.grad = used[name].grad.double() / scale if name in used else None
-    assert engine.step().stepped == (step != OVERFLOW)
-    if step != OVERFLOW:
-        nn.utils.clip_grad_norm_(exact.values(), 0.5)
-        reference.step()
-
-
-def new_engine(make=ADAMW):
+def new_engine(make):
     model = Net()
     return engine_of(model, optimizer=make(model.parameters()))
 
 
-def after_steps(engine, steps):
-    """The weights of an engine after ``steps`` that are all of one kind."""
-    for step in steps:
-        assert train_step(engine, torch.full((2, 7), 0.5 + step), torch.zeros(2, 3)).stepped
-    return engine.full_state_dict()
+def train(config, make, folder=None):
+    """An engine after ``STEPS``, with a save and a load between, the whole model in the beginning, and in the end."""
+    with paramp.launch_from_torch(config):
+        engine = new_engine(make)
+        start = engine.full_state_dict()
+        if folder is not None:
+            run(engine, STEPS[:3])
+            engine.save(folder / "saved")
+            engine = new_engine(make)
+            engine.load(folder / "saved")
+        return engine, start, run(engine, STEPS if folder is None else STEPS[3:])
 
 
 @pytest.fixture
@@ -121,17 +107,18 @@ def replace_kernels(monkeypatch):
     monkeypatch.setattr(compiled_blocks, "why_not_inductor", lambda *_: None)
 
 
-def check(config, make, close):
-    engine, weights, exact, reference = train(config, make)
+def check(config, make, close, folder=None):
+    """Weights and counts of steps are those of the step that is not compiled."""
+    engine, start, weights = train(config, make, folder)
     assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
-    if close is HALF:  # the roundings of one element do not average out
-        del weights["scale"], exact["scale"]
-    start = Net().state_dict() | {name: one for name, one in exact.items() if name.startswith("never")}  # rounded
-    assert_trained(weights, exact, start, still="never", **close)
-    for group, other in zip(engine.optimizer.param_groups, reference.param_groups, strict=True):
-        for stepped, one in zip(group["params"], other["params"], strict=True):
-            if one in reference.state:
-                assert engine.optimizer.state[stepped].get("step") == reference.state[one].get("step")
+    other, _, expected = train(config | {"compile": False}, make)
+    for given in (start, weights, expected):
+        if close is HALF:  # the roundings of one element do not average out
+            del given["scale"]
+    assert_trained(weights, expected, start, still="never", **close)
+    for group, theirs in zip(engine.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+        for stepped, one in zip(group["params"], theirs["params"], strict=True):
+            assert engine.optimizer.state[stepped].get("step") == other.optimizer.state[one].get("step")
 
 
 def test_an_optimizer_without_gradients_steps_nothing(uncompiled):
@@ -174,8 +161,9 @@ def test_the_function_is_that_of_torchs_optimizer(uncompiled, name):
 
 
 @pytest.mark.parametrize(("mode", "masters", "close"), MODES)
-def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, close):
-    check(configuration(mode, masters), ADAMW, close)
+def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, close, tmp_path):
+    """A saved state continues."""
+    check(configuration(mode, masters), ADAMW, close, tmp_path)
 
 
 @pytest.mark.parametrize("agreeing", [True, False])
@@ -224,6 +212,10 @@ def test_an_infinite_weight_without_a_gradient_stays_as_it_is(uncompiled, kind):
         assert engine.full_state_dict()["first.bias"][0] == -torch.inf
 
 
+def gradient(size, dtype, factor=1.0):
+    return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * factor).to(dtype)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("mode", "masters", "close"),
@@ -243,12 +235,9 @@ def test_the_compiled_step(mode, masters, close):
 
 
 class Placed(nn.Module):
-    """A parameter behind another one of ``size`` elements in their buffer."""
-
     def __init__(self, size):
         super().__init__()
-        torch.manual_seed(5)
-        self.weight, self.before = nn.Parameter(torch.randn(1000)), nn.Parameter(torch.ones(size))
+        self.before, self.weight = nn.Parameter(torch.ones(size)), nn.Parameter(gradient(1000, torch.float32))
 
     def forward(self, x):
         return (self.weight * x).sum() + 0 * self.before.sum()
@@ -257,13 +246,13 @@ class Placed(nn.Module):
 @family
 @needs_compiler
 def test_compiled_an_element_has_the_same_bits_wherever_it_is():
-    """As on a rank that has other parameters, or a part of this one."""
+    """Behind parameters of other sizes in its buffer: as on a rank that has others, or a part of this one."""
     found = []
     for size in (1, 100, 1000) if WHOLE or SEED else (1, 100):
         with paramp.launch_from_torch(configuration("16-naive") | {"clip_grad_norm": None}):
             engine = engine_of(Placed(size), lambda output, _: output, functools.partial(torch.optim.AdamW, lr=0.01))
             for step in range(3):
-                assert train_step(engine, torch.randn(1000, generator=torch.Generator().manual_seed(step))).stepped
+                assert train_step(engine, gradient(1000, torch.float32, 1.0 + step)).stepped
             assert isinstance(engine._optimizer_step.updates[0], compiled.CompiledStep)
             found.append(engine.full_state_dict()["weight"])
     assert all(torch.equal(found[0], other) for other in found[1:])
@@ -294,29 +283,12 @@ def test_values_are_rounded_without_a_cast_as_a_cast_does(dtype):
     torch.testing.assert_close(by_arithmetic(values, dtype), values.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_saved_state_continues_in_either_step(uncompiled, tmp_path):
-    """Bit for bit in the compiled one, and near it in the other."""
-    config, start = configuration("16-naive", "remainder"), Net().state_dict()
-    with paramp.launch_from_torch(config):
-        engine = new_engine()
-        after_steps(engine, range(3))
-        engine.save(tmp_path / "state")
-        expected = after_steps(engine, range(3, 6))
-    for compile, tolerance in ((True, {}), (False, {"rtol": 1e-5, "atol": 1e-6})):
-        with paramp.launch_from_torch(config | {"compile": compile}):
-            engine = new_engine()
-            engine.load(tmp_path / "state")
-            assert_trained(after_steps(engine, range(3, 6)), expected, start, still=STILL, **tolerance)
-
-
 @pytest.mark.parametrize(
     "config", [{"precision": "bf16-true", "rounding": "stochastic"}, {"optimizer_state": "bf16"}], ids=str
 )
 def test_what_is_rounded_stochastically_is_stepped_by_torchs_kernels(uncompiled, config):
-    found = []
-    for compile in (True, False):
-        with paramp.launch_from_torch(config | {"compile": compile}):
-            found.append(after_steps(new_engine(grouped(torch.optim.AdamW, eps=1e-4)), range(3)))
+    make = grouped(torch.optim.AdamW, eps=1e-4)
+    found = [train(config | {"compile": compile}, make)[-1] for compile in (True, False)]
     assert_same_tensors(*found)
 
 
@@ -329,7 +301,7 @@ def test_under_zero_each_rank_steps_its_part(world):
         for zero in (0, 1):
             config = configuration("16-naive", "remainder", parallel={"zero": zero}) | {"clip_grad_norm": None}
             with paramp.launch_from_torch(config) as context:
-                engine = new_engine()
+                engine = new_engine(ADAMW)
                 for step in range(3):
                     generator = torch.Generator().manual_seed(2 * step + context.dp.rank)
                     train_step(engine, torch.randn(4, 7, generator=generator), torch.ones(4, 3))
@@ -358,13 +330,8 @@ def test_where_the_other_step_is_made(uncompiled, monkeypatch, mode, is_wrong):
     monkeypatch.setattr(compiled, "compiled_step", lambda *_: wrong)
     message = "differs from the uncompiled one"
     with pytest.warns(UserWarning, match=message) if is_wrong else FlopCounterMode(display=False):
-        _, weights, *_ = train(configuration(mode), ADAMW)
-    _, others, *_ = train(configuration(mode, compile=False), ADAMW)
-    assert_same_tensors(weights, others)
-
-
-def gradient(size, dtype, factor=1.0):
-    return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * factor).to(dtype)
+        weights = train(configuration(mode), ADAMW)[-1]
+    assert_same_tensors(weights, train(configuration(mode, compile=False), ADAMW)[-1])
 
 
 def check_sums(sums):

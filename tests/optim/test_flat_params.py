@@ -10,14 +10,12 @@ from beside_plain import plain_step
 from counting import Operators
 from pool import on_ranks
 from reference import assert_trained, local
-from small_engines import each_raises, engine_of, sgd, train_step
+from small_engines import assert_same_tensors, each_raises, engine_of, sgd, train_step
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import paramp
 from paramp.base import sizes
-from paramp.optim.choose_step import PlainStep, why_not_fused
-from paramp.optim.fused_step import FusedStep
 from paramp.precision.policy import PRESETS
 
 
@@ -60,118 +58,75 @@ def momentum_in_one_group(parameters):
     return torch.optim.SGD([{"params": others, "momentum": 0.9}, {"params": [first]}], lr=0.05)
 
 
+adamw = functools.partial(torch.optim.AdamW, eps=1e-4)
 OPTIMIZERS = {
-    "adamw": (grouped(torch.optim.AdamW), FusedStep),
-    "adam": (grouped(torch.optim.Adam, amsgrad=True, maximize=True), FusedStep),
-    "sgd": (grouped(torch.optim.SGD, momentum=0.9, nesterov=True), FusedStep),
-    "plain sgd": (grouped(torch.optim.SGD), FusedStep),
-    "momentum in one group": (momentum_in_one_group, FusedStep),
-    "dampened": (grouped(torch.optim.SGD, momentum=0.9, dampening=0.5), PlainStep),
-    "foreach": (grouped(torch.optim.AdamW, foreach=True), PlainStep),
-    "rmsprop": (grouped(torch.optim.RMSprop, momentum=0.9), PlainStep),
-    "adagrad": (functools.partial(torch.optim.Adagrad, lr=0.05, weight_decay=0.1), PlainStep),
+    "adamw": grouped(torch.optim.AdamW),
+    "adam": grouped(torch.optim.Adam, amsgrad=True, maximize=True),
+    "sgd": grouped(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "plain sgd": grouped(torch.optim.SGD),
+    "momentum in one group": momentum_in_one_group,
+    "dampened": grouped(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "foreach": grouped(torch.optim.AdamW, foreach=True),
+    "rmsprop": grouped(torch.optim.RMSprop, momentum=0.9),
 }
 
 
-def train(make, batches, bad=(), used=()):
-    """The engine, trained; at the steps ``bad`` a gradient is NaN, at those ``used`` a further layer has one."""
-    model = Net()
-    engine = engine_of(model, optimizer=make(model.parameters()))
-    for step, (x, y) in enumerate(batches):
-        model.use = step in used
-        engine.forward_backward(x, y)
-        if step in bad:
-            model.second.weight.grad[0, 0] = float("nan")
-        assert engine.step().stepped == (step not in bad)
-    return engine
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_that_of_torchs_optimizer(name, precision):
-    """With clipping, the first step skipped, and a parameter that has a gradient in some windows only."""
-    make, kind = OPTIMIZERS[name]
-    bad, used, dtype = (0, 4), (2, 3, 5), torch.float64 if precision == "64-true" else torch.float32
-    model, start = Net().to(dtype), Net().to(dtype).state_dict()
+def test_a_step_is_that_of_torchs_optimizer(name):
+    """With clipping, the first step skipped, and a layer that has gradients in it and in some others only."""
+    make, bad, used = OPTIMIZERS[name], (0, 4), (0, 2, 3, 5)
+    model, ours, start = Net().double(), Net(), Net().state_dict()
     optimizer = make(model.parameters())
-    for step, batch in enumerate(data(7, dtype=dtype)):
-        model.use = step in used
-        if step not in bad:
-            plain_step(model, optimizer, *batch, clip=0.5)
-    with paramp.launch_from_torch({"clip_grad_norm": 0.5, "precision": precision}):
-        engine = train(make, data(7, dtype=dtype), bad=bad, used=used)
-        assert isinstance(engine._optimizer_step.updates[0], kind)
-        if precision == "64-true":
-            close = {"atol": 1e-13}
-        else:  # amsgrad divides by what small gradients once were
-            close = {"atol": 5e-6 if name == "adam" else 5e-7, "rtol": 1e-6}
-        assert_trained(dict(engine.named_parameters()), dict(model.named_parameters()), start, still="never", **close)
-        pairs = zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True)
-        for ours, theirs in ((a, b) for g, h in pairs for a, b in zip(g["params"], h["params"], strict=True)):
-            if theirs.grad is not None:
-                own, expected = (one.state.get(of, {}) for one, of in ((engine.optimizer, ours), (optimizer, theirs)))
-                assert own.keys() == expected.keys()
-                for key, value in expected.items():
-                    atol = 1e-5 if name == "rmsprop" else 1e-6  # whose momentum is as large as 10
-                    torch.testing.assert_close(own[key], torch.as_tensor(value), atol=atol, rtol=1e-5, msg=key)
-
-
-@pytest.mark.parametrize("masters", ["full", "remainder"])
-@pytest.mark.parametrize("mode", ["16-naive", "bf16-naive"])
-@pytest.mark.parametrize("make", [sgd, functools.partial(torch.optim.AdamW, lr=0.01)], ids=["sgd", "adamw"])
-def test_masters_follow_torchs_optimizer_on_fp32(make, mode, masters):
-    """The masters are what it makes of the half-precision model's own gradients, and the weights their rounding."""
-    config = {"precision": {"mode": mode} | ({"init_scale": 256.0} if mode == "16-naive" else {}), "masters": masters}
-    with paramp.launch_from_torch(config) as context:
-        model = Net()
-        start = {name: value.detach().clone() for name, value in model.named_parameters()}
-        still = ("never", "sometimes")
-        copies = {name: nn.Parameter(value.clone()) for name, value in start.items() if not name.startswith(still)}
-        optimizer = make(copies.values())
-        engine = engine_of(model, optimizer=make(model.parameters()))
-        for x, y in data(6):
+    with paramp.launch_from_torch({"clip_grad_norm": 0.5, "precision": "64-true"}):
+        engine = engine_of(ours, optimizer=make(ours.parameters()))
+        for step, (x, y) in enumerate(data(7, dtype=torch.float64)):
+            model.use = ours.use = step in used
             engine.forward_backward(x, y)
-            for name, parameter in engine.named_parameters():
-                if name in copies:
-                    copies[name].grad = parameter.grad.float() / engine.scaler.get_scale()
-            optimizer.step()
-            engine.step()
-        masters = engine._weights.full_precision()
-        assert_trained(masters, start | copies, start, atol=1e-7, rtol=1e-6, still=still)
-        for name, master in masters.items():
-            assert torch.equal(engine.module.get_parameter(name).detach(), master.to(engine.precision.weights))
-        assert context.config.precision.masters in (True, "remainder")
+            if step in bad:
+                ours.second.weight.grad[0, 0] = float("nan")
+            else:
+                plain_step(model, optimizer, x, y, clip=0.5)
+            assert engine.step().stepped == (step not in bad)
+        found, expected = dict(engine.named_parameters()), dict(model.named_parameters())
+        assert_trained(found, expected, start, still="never", atol=1e-13)
+        for group, theirs in zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True):
+            for one, other in zip(group["params"], theirs["params"], strict=True):
+                if other.grad is not None:
+                    state, expected = engine.optimizer.state.get(one, {}), optimizer.state.get(other, {})
+                    assert state.keys() == expected.keys()
+                    for key, value in expected.items():
+                        torch.testing.assert_close(state[key], torch.as_tensor(value), atol=1e-12, rtol=1e-10, msg=key)
 
 
-def test_parameters_and_gradients_are_views_of_the_buffers():
-    with paramp.launch_from_torch({"precision": "16-naive"}):
-        engine = engine_of(Net())
-        (buffer,) = engine._weights.buffers
-        x, y = data(1)[0]
-        before = engine(x).detach()
-        buffer.weights.mul_(2.0)
-        assert not torch.equal(engine(x), before)
-        engine.forward_backward(x, y)
-        inside = [parameter.grad.untyped_storage().data_ptr() for _, parameter in engine.named_parameters()]
-        assert set(inside) == {buffer.gradients.untyped_storage().data_ptr()}
-        assert buffer.gradients.any()
-        buffer.gradients.zero_()
-        assert not any(parameter.grad.any() for _, parameter in engine.named_parameters())
-
+# ---------------------------------------------------------------------------------------------------- the buffers
 
 MODES = [name for name, row in PRESETS.items() if row.float8 is None and "engine" not in name]
 
 
+def by_memory(parameters):
+    """The sorted names of the parameters in each storage."""
+    found = {}
+    for name, parameter in parameters:
+        found.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
+    return sorted(sorted(names) for names in found.values())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
+    """Its gradient too, in another one."""
     with paramp.launch_from_torch({"precision": mode}):
-        model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), Net(), nn.Linear(3, 3).requires_grad_(False))
+        model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), Net(), nn.Linear(3, 3).requires_grad_(False))
         engine = engine_of(model)
-        inside = {buffer.weights.untyped_storage().data_ptr() for buffer in engine._weights.buffers}
-        for name, parameter in engine.module.named_parameters():
-            is_kept = mode == "O2" and name.startswith("1.")
-            assert parameter.dtype is (torch.float32 if is_kept else engine.precision.weights), name
-            assert (parameter.untyped_storage().data_ptr() in inside) == parameter.requires_grad, name
+        kept = ["1.bias", "1.weight"] if mode == "O2" else []
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype is (torch.float32 if name in kept else engine.precision.weights), name
+        trained = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        expected = sorted(one for one in (kept, [name for name in trained if name not in kept]) if one)
+        frozen = [["3.bias"], ["3.weight"]]
+        assert by_memory(model.named_parameters()) == sorted(expected + frozen)
+        engine.forward_backward(torch.ones(4, 7), torch.ones(4, 3))
+        gradients = [(name, model.get_parameter(name).grad) for name in trained]
+        assert by_memory(gradients) == expected
 
 
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):
@@ -180,28 +135,32 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
         first, *others = model
         engine = engine_of(model, optimizer=[sgd(first.parameters()), sgd(nn.Sequential(*others).parameters())])
-        held = sorted(sorted(param.name for param in buffer.params) for buffer in engine._weights.buffers)
-    # The first optimizer's; of the second, the batch norm's; and of its other ones 4 + 16 elements each.
-    assert held == [[f"{index}.bias", f"{index}.weight"] for index in range(4)]
+        # The first optimizer's; of the second, the batch norm's; and of its other ones 4 + 16 elements each.
+        assert by_memory(engine.named_parameters()) == [[f"{index}.bias", f"{index}.weight"] for index in range(4)]
 
 
 @pytest.mark.parametrize("mode", ["32-true", "64-true", "16-naive", "bf16-naive", "bf16-true"])
 def test_temporaries_of_a_step_are_blocks(mode):
     precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
     with paramp.launch_from_torch({"precision": precision, "clip_grad_norm": 1.0}):
-        engine = engine_of(nn.Linear(2**16, 1, bias=False), optimizer=functools.partial(torch.optim.AdamW, eps=1e-4))
+        engine = engine_of(nn.Linear(2**16, 1, bias=False), optimizer=adamw)
         engine.forward_backward(torch.ones(1, 2**16), torch.ones(1, 1))
-        (buffer,) = engine._weights.buffers
-        states = [value for state in engine.optimizer.state.values() for value in state.values()]
-        held = [buffer.weights, buffer.gradients, *buffer.masters.state, *states]
+        known = {one.untyped_storage().data_ptr() for one in held_by(engine)}
         with Operators() as operators:
             assert engine.step().stepped
-    made = [
-        one.untyped_storage() for one in tree_leaves([found for _, found in operators.calls]) if torch.is_tensor(one)
-    ]
-    known = {one.untyped_storage().data_ptr() for one in held}
+    made = [one for one in tree_leaves([found for _, found in operators.calls]) if torch.is_tensor(one)]
+    made = [one.untyped_storage() for one in made]
     largest = max(one.nbytes() for one in made if one.data_ptr() not in known)
     assert 0 < largest <= 2**16  # a half-precision copy of the whole would have twice as many bytes
+
+
+def held_by(engine):
+    """Its weights, gradients, masters and state."""
+    held = [value for state in engine.optimizer.state.values() for value in state.values()]
+    held += [value for group in engine.optimizer.param_groups for value in group["params"]]
+    held += [value for _, parameter in engine.named_parameters() for value in (parameter, parameter.grad)]
+    held += [stored for buffer in engine._weights.buffers for stored in buffer.masters.state]
+    return [local(value) for value in held]
 
 
 BYTES = {
@@ -241,40 +200,37 @@ def test_bytes_a_parameter_of_shards(world):
 
 
 def bytes_a_parameter(config):
-    """Of weights, gradients, masters and AdamW's state, each storage once, after a step."""
+    """Of all that is held after a step with AdamW, each storage once."""
     with paramp.launch_from_torch(config):
         model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 300))
         count = sum(parameter.numel() for parameter in model.parameters())
-        engine = engine_of(model, optimizer=functools.partial(torch.optim.AdamW, eps=1e-4))
+        engine = engine_of(model, optimizer=adamw)
         train_step(engine, torch.ones(2, 300))
-        held = [value for state in engine.optimizer.state.values() for value in state.values()]
-        held += [value for group in engine.optimizer.param_groups for value in group["params"]]
-        held += [value for _, parameter in engine.named_parameters() for value in (parameter, parameter.grad)]
-        held += [stored for buffer in engine._weights.buffers for stored in buffer.masters.state]
-        held = [local(value) for value in held]
-        storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held_by(engine)}
         return sum(storages.values()) / count
 
 
-@pytest.mark.parametrize("masters", ["full", "remainder"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_an_optimizers_state_is_saved_and_loaded_bit_by_bit(name, masters, tmp_path):
-    make, _ = OPTIMIZERS[name]
-    config = {"precision": {"mode": "16-naive", "init_scale": 64.0}, "masters": masters}
-    with paramp.launch_from_torch(config):
-        engine, other = train(make, data(3), used=(1,)), train(make, data(2, seed=9))
-        torch.save(engine.optimizer.state_dict(), tmp_path / "state")
-        exact = [engine._weights.exact(param).clone() for param in engine._weights.params]
-        other.optimizer.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+# ------------------------------------------------------------------------------------- what the user does besides
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(sgd, momentum=0.9)], ids=["adamw", "sgd"])
+def test_the_optimizers_own_state_is_saved_and_loaded(make):
+    """Bit by bit; one that was saved before the first step is zeros."""
+    with paramp.launch_from_torch():
+        engine, other = (engine_of(Net(), optimizer=make) for _ in range(2))
+        for seed, one in enumerate((engine, other)):
+            for step, (x, y) in enumerate(data(3, seed)):
+                one.module.use = one is other or step == 1  # the counts of steps differ
+                train_step(one, x, y)
+        other.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
         other.module.load_state_dict(engine.module.state_dict())
-        other._weights.take_masters(dict(zip(other._weights.params, exact, strict=True)))
-        other.scaler.load_state_dict(engine.scaler.state_dict())
         for one in (engine, other):
             one.module.use = True
             for x, y in data(3, seed=2):
                 train_step(one, x, y)
-        for key, value in engine._weights.full_precision().items():
-            assert torch.equal(value, other._weights.full_precision()[key]), key
+        assert_same_tensors(other.full_state_dict(), engine.full_state_dict())
+        engine.optimizer.load_state_dict(make(Net().parameters()).state_dict())
+        assert not any(value.any() for state in engine.optimizer.state.values() for value in state.values())
 
 
 def result_of(config, *values):
@@ -300,61 +256,6 @@ def test_the_sum_over_data_ranks_is_made_in_the_dtype_asked_for(world):
     assert (result.overflow, result.grad_norm) == (False, 80000.0)
 
 
-def test_what_keeps_an_optimizer_from_the_fused_step_is_said():
-    weights = list(nn.Linear(2, 2).parameters())
-    assert why_not_fused(torch.optim.AdamW(weights)) is None
-    assert "RMSprop is not one of" in why_not_fused(torch.optim.RMSprop(weights))
-    for option in ("differentiable", "capturable"):
-        assert why_not_fused(torch.optim.AdamW(weights, **{option: True})) == "it is differentiable or capturable"
-    numbers = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    assert why_not_fused(torch.optim.AdamW([numbers])) == "it has complex parameters"
-    message = r"masters: got 'remainder', which needs torch's AdamW.*RMSprop is not one"
-    with (
-        paramp.launch_from_torch({"precision": "16-naive", "masters": "remainder"}),
-        pytest.raises(paramp.ConfigError, match=message),
-    ):
-        engine_of(nn.Linear(2, 2), optimizer=torch.optim.RMSprop)
-
-
-def test_hooks_of_the_optimizer_run_and_late_ones_are_refused():
-    calls = []
-    with paramp.launch_from_torch():
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-        train_step(engine_of(model, optimizer=optimizer), torch.ones(1, 2))
-        assert calls == ["post"]
-        engine = engine_of(nn.Linear(2, 2))
-        engine.optimizer.register_step_post_hook(lambda *_: calls.append("late"))
-        with pytest.raises(RuntimeError, match="step hooks were registered after initialize"):
-            train_step(engine, torch.ones(1, 2))
-
-
-class Taps(nn.Module):
-    """Two neighbours in a buffer, each of which can be left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.used = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6)), "ab"
-
-    def forward(self, x):
-        return sum((x * getattr(self, name) for name in self.used), torch.zeros(6))
-
-
-def test_a_parameter_unused_in_a_skipped_step_counts_its_own_steps():
-    ours, theirs, adam = Taps(), Taps(), functools.partial(torch.optim.Adam, lr=0.1)
-    optimizer = adam(theirs.parameters())
-    with paramp.launch_from_torch():
-        engine = engine_of(ours, optimizer=adam)
-        for used, factor in (("b", float("inf")), ("a", 1.0), ("ab", 1.0), ("ab", 1.0)):
-            ours.used = theirs.used = used
-            x, y = torch.arange(24.0).view(4, 6) * factor, torch.ones(4, 6)
-            assert train_step(engine, x, y).stepped == (factor == 1.0)
-            if factor == 1.0:
-                plain_step(theirs, optimizer, x, y)
-    assert_trained(ours.state_dict(), theirs.state_dict(), Taps().state_dict(), atol=1e-6)
-
-
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])
 def test_other_optimizers_of_half_weights_get_unscaled_gradients(grad_dtype):
     """The scale is beyond fp16, and the optimizer is to have gradients of its own dtype."""
@@ -370,50 +271,6 @@ def test_other_optimizers_of_half_weights_get_unscaled_gradients(grad_dtype):
         assert 1e-4 < moved < 0.011
 
 
-def test_a_state_saved_before_the_first_step_is_loaded_as_zeros():
-    with paramp.launch_from_torch():
-        engine = engine_of(nn.Linear(4, 4), optimizer=torch.optim.AdamW)
-        train_step(engine, torch.ones(4, 4))
-        engine.optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(4, 4).parameters()).state_dict())
-        assert not any(value.any() for state in engine.optimizer.state.values() for value in state.values())
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda module: module.double().float(),
-        lambda module: setattr(module.weight, "data", module.weight.data.clone()),
-        lambda module: setattr(module.weight.grad, "data", module.weight.grad.data.clone()),
-    ],
-)
-def test_what_was_moved_out_of_the_buffers_is_refused(move):
-    with paramp.launch_from_torch():
-        engine = engine_of(nn.Linear(4, 4))
-        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
-        move(engine.module)
-        each_raises(RuntimeError, {"moved after initialize": engine.step})
-
-
-def test_what_would_pass_the_step_by_is_an_error():
-    """Parameters added later, options that need a state that is not there, optimizers of sparse gradients."""
-    with paramp.launch_from_torch():
-        model = Net()
-        optimizer = sgd(model.first.parameters())
-        engine, _, _, scheduler = paramp.initialize(
-            model, optimizer, F.mse_loss, lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        )
-        assert copy.copy(scheduler).get_last_lr() == [0.1]
-        optimizer.param_groups[0]["momentum"] = 0.9
-        with pytest.raises(RuntimeError, match="set after initialize that needs 'momentum_buffer' in its state"):
-            train_step(engine, *data(1)[0])
-        optimizer.param_groups[0]["momentum"] = 0
-        optimizer.add_param_group({"params": list(model.second.parameters())})
-        with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
-            train_step(engine, *data(1)[0])
-        with pytest.raises(paramp.ConfigError, match="SparseAdam needs sparse gradients"):
-            engine_of(nn.Embedding(4, 2, sparse=True), optimizer=torch.optim.SparseAdam)
-
-
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_clip_of_torchs_gives_an_unused_parameter_a_gradient(clips):
     """Its gradient is zeros until the step, not None; after a change in place it is stepped, here by weight decay."""
@@ -427,3 +284,45 @@ def test_a_clip_of_torchs_gives_an_unused_parameter_a_gradient(clips):
             torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
         assert engine.step().stepped
         assert torch.equal(unused.detach(), before) is not clips
+
+
+NOT_FUSED = [
+    (torch.float32, torch.optim.RMSprop, "RMSprop is not one of"),
+    (torch.float32, functools.partial(torch.optim.AdamW, capturable=True), "it is differentiable or capturable"),
+    (torch.float32, functools.partial(torch.optim.AdamW, differentiable=True), "it is differentiable or capturable"),
+    (torch.complex64, torch.optim.AdamW, "it has complex parameters"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "make", "reason"), NOT_FUSED)
+def test_remainders_need_the_fused_step_and_what_keeps_an_optimizer_from_it_is_said(dtype, make, reason):
+    message = f"masters: got 'remainder', which needs torch's AdamW.*{reason}"
+    model = nn.Linear(2, 2)
+    model.further = nn.Parameter(torch.zeros(3, dtype=dtype))
+    with paramp.launch_from_torch({"precision": "16-naive", "masters": "remainder"}):
+        each_raises(paramp.ConfigError, {message: lambda: engine_of(model, optimizer=make)})
+
+
+def set_data(tensor):
+    tensor.data = tensor.data.clone()
+
+
+MOVED = "moved after initialize"
+ADDED = {"params": list(nn.Linear(2, 2).parameters())}
+REFUSED = [
+    (lambda engine: engine.module.double().float(), MOVED),
+    (lambda engine: set_data(engine.module.weight), MOVED),
+    (lambda engine: set_data(engine.module.weight.grad), MOVED),
+    (lambda engine: engine.optimizer.register_step_post_hook(print), "step hooks were registered after initialize"),
+    (lambda engine: engine.optimizer.param_groups[0].update(momentum=0.9), "needs 'momentum_buffer' in its state"),
+    (lambda engine: engine.optimizer.add_param_group(ADDED), "param groups were given other parameters"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_what_would_pass_the_step_by_is_an_error(change, message):
+    with paramp.launch_from_torch():
+        engine = engine_of(nn.Linear(4, 4))
+        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        change(engine)
+        each_raises(RuntimeError, {message: engine.step})

@@ -1,19 +1,20 @@
 """Several optimizers, and those that need whole matrices where ranks have shards, against one process."""
 
 import functools
+import itertools
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+from beside_plain import randn, train_both
 from counting import Collectives
 from families import cases, family
 from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random
-from pool import on_ranks, run_on_ranks, shared_folder
-from reference import assert_trained, batches, small_gpt
-from small_engines import assert_same_tensors, engine_of, own_part, sgd, train_step
+from pool import on_ranks, run_on_ranks
+from reference import assert_trained, batches, local, small_gpt
+from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, sgd, train_step
 from torch import nn
+from torch.nn import functional as F
 
 import paramp
 from paramp.optim.matrices.exchange import owners
@@ -34,12 +35,6 @@ def muon_and_adamw(model):
     return [torch.optim.Muon(hidden, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, eps=1e-4)]
 
 
-def adamw_and_lamb(model):
-    """Both count steps: the first in tensors, the second in Python numbers."""
-    hidden, rest = split(model)
-    return [torch.optim.AdamW(rest, lr=1e-3, eps=1e-4), Lamb(hidden, lr=0.01)]
-
-
 def lamb(model):
     """Over all parameters: replicated and 1-dim ones too."""
     return [Lamb(model.parameters(), lr=0.01)]
@@ -47,6 +42,13 @@ def lamb(model):
 
 def adafactor(model):
     return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
+
+
+def lamb_of_the_last_norm(model):
+    """In a pipeline the first rank steps nothing of it. Both count steps: AdamW in tensors, Lamb in Python numbers."""
+    last = [model.norm.weight, model.norm.bias]
+    rest = [value for name, value in model.named_parameters() if not name.startswith("norm.")]
+    return [torch.optim.AdamW(rest, lr=1e-3, eps=1e-4), Lamb(last, lr=0.01)]
 
 
 def plain_steps(model):
@@ -74,8 +76,8 @@ def one_process(make, steps, dtype=torch.float32):
     return model.state_dict()
 
 
-def start(parallel, make, precision="32-true", **options):
-    context = paramp.launch_from_torch({"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0} | options)
+def start(parallel, make, precision="32-true"):
+    context = paramp.launch_from_torch({"parallel": parallel, "precision": precision, "clip_grad_norm": 1.0})
     model = small_gpt(num_layers=2)
     return context, engine_of(model, model.loss, make(model))
 
@@ -98,6 +100,7 @@ NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
 LAYOUTS = {
     "tp2": (2, {"tensor": 2}),
     "dp2 + zero1": (2, {"zero": 1}),
+    "pp2": (2, {"pipeline": 2}),
     "pp2·tp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}),
     "dp2·tp2": (4, {"tensor": 2}),
     "dp2·tp2 + zero1": (4, {"tensor": 2, "zero": 1}),
@@ -116,25 +119,47 @@ def on(layout, body, **options):
     return body(None, **options) if size == 1 else run_on_ranks(size, __name__, body.__name__, options)[0]
 
 
-def follows(world, layout, makes):
-    start = small_gpt(num_layers=2).state_dict()
-    # Rounded to bfloat16 by Muon, gradients that are 1e-16 apart are equal.
-    exact = one_process(muon_and_adamw, 3, dtype=torch.float64)
-    assert_trained(trained(LAYOUTS[layout][1], muon_and_adamw, 3, "64-true"), exact, start, atol=1e-12)
-    for make in makes:
-        expected = one_process(globals()[make], 6)
-        assert_trained(trained(LAYOUTS[layout][1], globals()[make], 6), expected, start, atol=2e-5, what=make)
+def segment(world, layout, make, path, number):
+    """The weights after two steps from the checkpoint of the segment before."""
+    context, engine = start(LAYOUTS[layout][1], globals()[make], mode_for(make))
+    with context:
+        if number:
+            train(engine, 1, first=20)  # what it has done before a load does not matter
+            engine.load(f"{path} {number - 1}")
+        train(engine, 2, first=2 * number)
+        assert engine.check_replicas() == []
+        engine.save(f"{path} {number}")
+        return engine.full_state_dict()
 
 
-MAKES = ["lamb", "adamw_and_lamb", "adafactor", "plain_steps"]
-WHOLE = [(layout, tuple(MAKES)) for layout in LAYOUTS]
-SHORT = [("tp2", ("lamb",)), ("dp2 + zero1", ("adafactor",)), ("fsdp2", ("adamw_and_lamb",))]
+def mode_for(make):
+    """Rounded to bfloat16 by Muon, gradients that are 1e-16 apart are equal."""
+    return "64-true" if "muon" in make else "32-true"
+
+
+MAKES = ("muon_and_adamw", "lamb", "lamb_of_the_last_norm", "adafactor", "plain_steps")
+WHOLE = [((layout, "one", layout), MAKES) for layout in LAYOUTS]
+WHOLE += [(("fsdp2·tp2", "tp2", "dp2 + zero1"), MAKES), (("tp2", "fsdp2·tp2", "fsdp2"), MAKES)]
+WHOLE += [(("dp2 + zero1", "hsdp2x2", "fsdp2"), MAKES), (("fsdp4", "fsdp2·pp2", "pp2·tp2"), MAKES)]
+PART = [
+    (("tp2", "one", "tp2"), MAKES[:2]),
+    (("pp2", "one", "pp2"), MAKES[2:3]),
+    (("dp2 + zero1", "one", "dp2 + zero1"), MAKES[3:4]),
+]
+PART += [(("fsdp2", "tp2", "one"), ("muon_and_adamw", "lamb", "lamb_of_the_last_norm", "plain_steps"))]
 
 
 @family
-@pytest.mark.parametrize(("layout", "makes"), cases("whole matrices", [*SHORT, *WHOLE], SHORT, 1))
-def test_optimizers_of_whole_matrices_follow_one_process(layout, makes):
-    on(layout, follows, makes=makes)
+@pytest.mark.parametrize(("layouts", "makes"), cases("whole matrices", [*PART, *WHOLE], PART, 1))
+def test_optimizers_of_whole_matrices_follow_one_process(layouts, makes, tmp_path):
+    """In each of the layouts in turn, by checkpoints."""
+    for make in makes:
+        for number, layout in enumerate(layouts):
+            found = on(layout, segment, make=make, path=str(tmp_path / make), number=number)
+        exact = mode_for(make) == "64-true"
+        expected = one_process(globals()[make], 2 * len(layouts), torch.float64 if exact else torch.float32)
+        begun = small_gpt(num_layers=2).state_dict()
+        assert_trained(found, expected, begun, atol=1e-12 if exact else 2e-5, what=f"{make} on {layouts}")
 
 
 def uneven():
@@ -145,29 +170,15 @@ def uneven():
     return model.double()
 
 
-def lamb_of_rows(model):
-    matrices = [value for value in model.parameters() if value.ndim == 2]
-    return [Lamb(matrices, lr=0.01), OfElements([value for value in model.parameters() if value.ndim != 2], lr=0.01)]
-
-
 def steps_uneven_shards(world, layout):
     parallel = LAYOUTS[layout][1]
-    x, y = torch.randn(8, 5, generator=torch.Generator().manual_seed(6), dtype=torch.float64).split([4, 1], dim=1)
+    given = [randn(8, 5, seed=step, dtype=torch.float64).split([4, 1], dim=1) for step in range(4)]
     plan = {"0": "colwise", "2": "rowwise"} if "tensor" in parallel else None
-    for make in (lamb_of_rows, adafactor):
-        plain = uneven()
-        optimizers = make(plain)
+    for kind in (Lamb, torch.optim.Adafactor, OfElements):
+        make = functools.partial(kind, lr=0.01)
         with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}) as context:
-            model = uneven()
-            engine = engine_of(model, optimizer=make(model), plan=plan)
-            for _ in range(4):
-                plain.zero_grad()
-                F.mse_loss(plain(x), y).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                assert train_step(engine, *own_part(context, x, y)).stepped
-            start = uneven().state_dict()
-            assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-12, still="4.spare")
+            engine = engine_of(uneven(), optimizer=make, plan=plan)
+            train_both(context, engine, uneven(), given, optimizer=make, atol=1e-12)
 
 
 UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]
@@ -196,87 +207,24 @@ def states(optimizers):
 @pytest.mark.parametrize(("layout", "mode"), [("tp2", "16-mixed"), ("fsdp2", "16-naive")])
 @on_ranks(2)
 def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world, layout, mode):
+    """Each rank has the whole state of some matrices, and no other has it."""
     context, engine = start(LAYOUTS[layout][1], muon_and_adamw, NAIVE | {"mode": mode})
     with context:
         x, y = next(batches(1))
         assert train_step(engine, x, y).stepped
-        # State is on the owners only, each of which has some.
-        momenta = [state["momentum_buffer"] for state in engine.optimizer[0].state.values()]
-        hidden = split(small_gpt(num_layers=2))[0]
-        assert momenta
-        assert {one.shape for one in momenta} <= {one.shape for one in hidden}
-        num_elements = torch.tensor(sum(one.numel() for one in momenta))
-        dist.all_reduce(num_elements)
-        assert num_elements == sum(one.numel() for one in hidden)
+        momenta = everywhere([state["momentum_buffer"].shape for state in engine.optimizer[0].state.values()])
+        assert all(momenta)
+        assert sorted(itertools.chain(*momenta)) == sorted(one.shape for one in split(small_gpt(num_layers=2))[0])
         before, weights = states(engine.optimizer), engine.full_state_dict()
         for bad in range(2):
             engine.forward_backward(x, y)
             if world.rank == bad:
-                gradient = engine.module.get_parameter("blocks.0.mlp.up.weight").grad
-                gradient._local_tensor.view(-1)[0] = float("inf")
+                local(engine.module.get_parameter("blocks.0.mlp.up.weight").grad).view(-1)[0] = float("inf")
             result = engine.step()
             assert (result.stepped, result.overflow) == (False, True)
             assert_same_tensors(states(engine.optimizer), before)
             assert_same_tensors(engine.full_state_dict(), weights)
         assert train_step(engine, x, y).stepped
-        after = states(engine.optimizer)
-        assert any(not torch.equal(value, after[index]) for index, value in before.items())
-
-
-def save(world, layout, make, path):
-    """The next losses of a run that saves."""
-    context, engine = start(LAYOUTS[layout][1], globals()[make])
-    with context:
-        train(engine, 3)
-        engine.save(path)
-        return train(engine, 3, first=3)
-
-
-def resume(world, layout, make, path):
-    """The next losses of a run that loads, and saves what it has loaded."""
-    context, engine = start(LAYOUTS[layout][1], globals()[make])
-    with context:
-        train(engine, 1, first=20)  # what it has done before does not matter
-        engine.load(path)
-        engine.save(f"{path} again")
-        return train(engine, 3, first=3)
-
-
-EACH = ("muon_and_adamw", *MAKES)
-MOVES = [*((layout, "one", layout, EACH) for layout in LAYOUTS), ("fsdp2·tp2", "tp2", "dp2 + zero1", EACH[:2])]
-MOVES += [("tp2", "fsdp2·tp2", "fsdp2", EACH), ("dp2 + zero1", "hsdp2x2", "fsdp2", EACH)]
-MOVES += [("fsdp4", "fsdp2·pp2", "pp2·tp2", EACH)]
-PART = [("tp2", "one", "tp2", ("muon_and_adamw",)), ("fsdp2", "tp2", "one", ("muon_and_adamw", "lamb", "plain_steps"))]
-
-
-@family
-@pytest.mark.parametrize(("first", "second", "third", "makes"), cases("matrix moves", [*PART, *MOVES], PART, 1))
-def test_checkpoints_go_to_one_process_and_other_layouts(first, second, third, makes, tmp_path):
-    for make in makes:
-        path, tolerance = str(tmp_path / make), 1e-3 if "muon" in make else 1e-5
-        expected = on(first, save, make=make, path=path)
-        for layout in (second, third):
-            actual = on(layout, resume, make=make, path=path)
-            assert actual == pytest.approx(expected, rel=tolerance), (make, layout)
-            path += " again"
-
-
-@on_ranks(2)
-def test_a_checkpoint_has_state_that_the_first_rank_does_not_step(world):
-    def make(model):
-        last = [model.norm.weight, model.norm.bias]
-        rest = [value for name, value in model.named_parameters() if not name.startswith("norm.")]
-        return [torch.optim.AdamW(rest), Lamb(last)]
-
-    path = shared_folder() / "saved"
-    for loading in (False, True):
-        context, engine = start({"pipeline": 2}, make)
-        with context:
-            train(engine, 1 + loading)
-            engine.load(path) if loading else engine.save(path)
-            assert [state["step"] for state in engine.optimizer[1].state.values()] == [1, 1] * (world.rank == 1)
-            kinds = [{type(state["step"]) for state in one.state.values()} for one in engine.optimizer]
-            assert kinds == [{torch.Tensor}, {int} if world.rank == 1 else set()]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
@@ -290,35 +238,11 @@ def test_a_step_exchanges_matrices_once(world, layout):
             engine.step()
         assert within.counts == {"allreduce": 1, "alltoall": 3}
         # The gradient and the weight to the owner, and the weight back: of two ranks each sends about half.
-        shards = sum(4 * param.size for param in engine._weights.params if param.optimizer == 0)
+        hidden = [one for name, one in engine.named_parameters() if name.startswith("blocks.") and one.ndim == 2]
+        shards = sum(4 * local(one).numel() for one in hidden)
         given = [args[1].numel() for args in within.all_to_alls]
         kept = [args[3][world.rank] for args in within.all_to_alls]
         assert sum(given) - sum(kept) == pytest.approx(3 / 2 * shards, rel=0.1)
-
-
-REPLICAS = {
-    "dp2·tp2": {"optimizer state"},
-    "dp2·tp2 + zero1": set(),
-    "hsdp2x2": {"optimizer state"},
-    "fsdp2·tp2": set(),
-}
-
-
-@family
-@pytest.mark.parametrize("layout", cases("matrix replicas", list(REPLICAS), ["dp2·tp2"], 1))
-def test_replicas_of_owners_are_compared(layout):
-    on(layout, replicas)
-
-
-def replicas(world, layout):
-    """Of sharded weights, and of norms, of which tensor ranks have copies."""
-    context, engine = start(LAYOUTS[layout][1], lamb)
-    with context:
-        train(engine, 2)
-        assert engine.check_replicas() == []
-        if context.rank >= 2:
-            next(iter(engine.optimizer[0].state.values()))["first"].view(-1)[0] += 1
-        assert {found.kind for found in engine.check_replicas()} == REPLICAS[layout]
 
 
 # ----------------------------------------------------------------------------------------------------- the trial
@@ -337,10 +261,11 @@ KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 
 @pytest.mark.parametrize("kind", [Elementwise, Warm, *KNOWN], ids=lambda kind: kind.__name__)
 def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
+    """The trial changes nothing; a rate of 0, as in a warmup, does not mislead it."""
     monkeypatch.setattr("paramp.optim.matrices.trial.ELEMENTWISE", set())
     model = two_layers()
     optimizer, before = kind(model.parameters()), {name: one.clone() for name, one in model.state_dict().items()}
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)  # a warmup from 0
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     random = torch.get_rng_state()
     assert not needs_whole_matrices(optimizer, CPU)
     assert torch.equal(torch.get_rng_state(), random)
@@ -355,48 +280,47 @@ def test_others_and_what_cannot_be_tried_get_whole_matrices():
     assert needs_whole_matrices(Named(two_layers(), names=["0.weight", "1.weight"]), CPU)
 
 
-def test_each_number_of_dims_is_tried():
-    class Other(Lamb):
-        def ratio(self, parameter, update):
-            return super().ratio(parameter, update) if parameter.ndim == self.of else 1.0
+class Partly(Lamb):
+    """It needs whole matrices of one number of dims, and in groups that say so."""
 
-    for of, layer in ((1, nn.Linear(2, 2)), (3, nn.Conv1d(2, 2, 2)), (4, nn.Conv2d(2, 2, 2)), (5, nn.Conv3d(2, 2, 2))):
-        for own in (True, False):
-            optimizer = Other(layer.parameters())
-            optimizer.of = of if own else 2 if of > 2 else 3
-            assert needs_whole_matrices(optimizer, CPU) is own, of
+    def __init__(self, groups, ndim):
+        super().__init__(groups)
+        self.ndim, self.seen = ndim, set()
+
+    def step_one(self, parameter, group, state):
+        self.whole = group.get("whole", True)
+        super().step_one(parameter, group, state)
+        seen.add((tuple(parameter.shape), state["step"]))
+
+    def ratio(self, parameter, update):
+        return super().ratio(parameter, update) if self.whole and parameter.ndim == self.ndim else 1.0
 
 
-def test_a_trial_has_four_steps_of_a_small_matrix():
-    class Seen(Elementwise):
-        def step_one(self, parameter, group, state):
-            super().step_one(parameter, group, state)
-            shapes.add(tuple(parameter.shape))
-            steps.add(state["step"])
+seen = set()
+LAYERS = {
+    (256 * 320,): (1, nn.LayerNorm(3)),
+    (256, 320): (2, nn.Linear(2, 2, bias=False)),
+    (256, 160, 2): (3, nn.Conv1d(2, 2, 2, bias=False)),
+    (256, 80, 2, 2): (4, nn.Conv2d(2, 2, 2, bias=False)),
+    (256, 40, 2, 2, 2): (5, nn.Conv3d(2, 2, 2, bias=False)),
+}
 
-    for layer, shape in (
-        (nn.Linear(2, 2, bias=False), (256, 320)),
-        (nn.Conv1d(2, 2, 2, bias=False), (256, 160, 2)),
-        (nn.LayerNorm(3), (256 * 320,)),
-    ):
-        shapes, steps = set(), set()
-        assert not needs_whole_matrices(Seen(layer.parameters()), CPU)
+
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_each_number_of_dims_is_tried_in_four_steps_of_a_small_matrix(shape):
+    own, layer = LAYERS[shape]
+    for ndim in (own, 2 if own > 2 else 3):
+        seen.clear()
+        assert needs_whole_matrices(Partly(layer.parameters(), ndim), CPU) is (ndim == own), ndim
+        shapes, steps = zip(*seen, strict=True)
         assert shape in shapes
         assert (max(map(math.prod, shapes)), max(steps)) == (256 * 320, 4)
 
 
 def test_options_of_every_group_are_tried():
-    class Either(Lamb):
-        def step_one(self, parameter, group, state):
-            self.whole = group["whole"]
-            super().step_one(parameter, group, state)
-
-        def ratio(self, parameter, update):
-            return super().ratio(parameter, update) if self.whole else 1.0
-
     for second in (False, True):
         groups = [{"params": nn.Linear(2, 2).parameters(), "whole": one, "lr": 0.0} for one in (False, second)]
-        assert needs_whole_matrices(Either(groups), CPU) is second
+        assert needs_whole_matrices(Partly(groups, 2), CPU) is second
 
 
 @on_ranks(2)
@@ -457,8 +381,7 @@ def test_the_optimizers_methods_are_the_engines():
         engine.forward_backward(torch.ones(2, 4), torch.zeros(2, 4))
         engine.optimizer[2].zero_grad()
         assert not any(parameter.grad.any() for parameter in engine.parameters())
-        with pytest.raises(RuntimeError, match=r"call engine\.step\(\)"):
-            engine.optimizer[3].step()
+        each_raises(RuntimeError, {r"call engine\.step\(\)": engine.optimizer[3].step})
 
 
 @pytest.mark.parametrize("several", [False, True])

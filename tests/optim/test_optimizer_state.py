@@ -2,24 +2,22 @@
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
-from families import SEED, WHOLE, cases, family
+from families import cases, family
 from lamb import Elementwise
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import run_on_ranks
 from reference import batches, local, small_gpt
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import paramp
 from paramp.base.dtensor import is_dtensor
-from paramp.base.optional_packages import find_torchao
 from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.compat.colossalai.amp.convert import convert_to_amp
-from paramp.precision.policy import PRESETS
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 BF16 = {"optimizer_state": "bf16", "seed": 7}
@@ -96,26 +94,6 @@ def dtypes(states):
     return {value.dtype for state in states.values() for value in state.values() if value.ndim}
 
 
-WITH_BF16_STATE = [mode for mode in PRESETS if mode != "64-true"]
-IN_FLOAT8 = [mode for mode in WITH_BF16_STATE if PRESETS[mode].float8]
-
-
-@family
-@pytest.mark.parametrize(
-    "mode", cases("state modes", WITH_BF16_STATE, [mode for mode in WITH_BF16_STATE if mode not in IN_FLOAT8], 1)
-)
-def test_every_mode_but_64_true_stores_it_in_bf16(mode):
-    if mode in IN_FLOAT8 and not find_torchao().found:
-        pytest.skip(find_torchao().reason)
-    with warnings.catch_warnings(), paramp.launch_from_torch({"precision": mode} | BF16):
-        warnings.simplefilter("ignore")  # that float8 is emulated
-        adamw = functools.partial(torch.optim.AdamW, eps=1e-4)
-        engine = engine_of(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), optimizer=adamw)
-        for _ in range(2):
-            assert train_step(engine, torch.ones(16, 16), torch.zeros(16, 16)).stepped
-        assert dtypes(engine.optimizer.state) == {torch.bfloat16}
-
-
 def gradients_at(step):
     """Of the whole model. Sums of two of them are exact."""
     torch.manual_seed(step)
@@ -155,16 +133,14 @@ LAYOUTS = {
 }
 
 
-def new_engine(make):
-    model = small_gpt(num_layers=2)
-    return engine_of(model, model.loss, MAKES[make](model))
-
-
-def save(world, layout, make, path, **config):
-    """Save after three steps with gradients made by hand; the second is skipped, as one is infinite."""
+def save(world, layout, make, path, load=None, steps=3, **config):
+    """Save after steps with gradients made by hand; the second is skipped, as one is infinite."""
     with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
-        engine = new_engine(make)
-        for step, batch in enumerate(batches(3)):
+        model = small_gpt(num_layers=2)
+        engine = engine_of(model, model.loss, MAKES[make](model))
+        if load is not None:
+            engine.load(load)
+        for step, batch in enumerate(batches(steps)):
             engine.forward_backward(*own_part(context, *batch))
             set_gradients(engine, gradients_at(step))
             if step == 1:
@@ -183,8 +159,6 @@ def set_gradients(engine, whole):
         tied = context.pp.size > 1 and name in TIED  # and summed over both stages
         gradient = whole[TIED[0] if tied else name].view(value.shape) / (terms * (1 + tied))
         if is_dtensor(value):
-            from torch.distributed.tensor import distribute_tensor
-
             gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
         local(value.grad).copy_(local(gradient))
 
@@ -218,43 +192,19 @@ def test_state_is_rounded_by_the_index_of_its_element(config, tmp_path):
 @family
 @pytest.mark.parametrize("make", cases("state layouts", list(MAKES)[1:], ["Muon"], 1))
 def test_every_layout_has_the_bits_of_one_process(make, tmp_path):
+    """From the start, and from its checkpoint."""
     save(None, {}, make, tmp_path / "one")
+    save(None, {}, make, tmp_path / "one, on", load=tmp_path / "one")
     run_on_ranks(2, __name__, "save_all", {"make": make, "folder": str(tmp_path)})
     for layout in LAYOUTS:
-        check_same(tensors(tmp_path / layout), tensors(tmp_path / "one"))
+        for name in ("", ", on"):
+            check_same(tensors(tmp_path / f"{layout}{name}"), tensors(tmp_path / f"one{name}"))
 
 
 def save_all(world, make, folder):
     for name, layout in LAYOUTS.items():
         save(world, layout, make, f"{folder}/{name}")
-
-
-def run(layout, make, steps, load=None, save=None, first=0, **config):
-    """Losses of ``steps`` steps of a run that saves before the last five of them."""
-    with paramp.launch_from_torch({"parallel": layout} | BF16 | config) as context:
-        engine = new_engine(make)
-        if load:
-            engine.load(load)
-        losses = []
-        for step, batch in list(enumerate(batches(first + steps)))[first:]:
-            if save and step == first + steps - 5:
-                engine.save(save)
-            losses.append(train_step(engine, *own_part(context, *batch)).loss)
-        return losses
-
-
-@family
-@on_ranks(4)
-@pytest.mark.parametrize("make", cases("state resumed", ["AdamW", "Muon"], ["AdamW"], 1))
-def test_a_run_goes_on_in_another_layout(world, make):
-    path = shared_folder() / "saved"
-    expected = run({"tensor": 2}, make, 8, save=path)[3:]
-    if WHOLE or SEED:
-        assert run({"tensor": 2}, make, 5, load=path, first=3) == expected
-    layouts = [({"data": {"shard": 4}}, {}), ({"zero": 1}, {})]
-    layouts += [({"pipeline": 2, "zero": 1}, {"optimizer_state": "full"})]
-    for layout, config in layouts if WHOLE or SEED else layouts[:1]:
-        assert run(layout, make, 5, load=path, first=3, **config) == pytest.approx(expected, rel=1e-5)
+        save(world, layout, make, f"{folder}/{name}, on", load=f"{folder}/one")
 
 
 @family
@@ -263,8 +213,8 @@ def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
     """fp32 is rounded to nearest, bf16 is widened; the state has the format also before the next step."""
     for saved, loaded in (("full", "bf16"), ("bf16", "full")):
         there, back = tmp_path / saved, tmp_path / f"{saved} as {loaded}"
-        run({}, make, 5 + 2, save=there, optimizer_state=saved)
-        run({}, make, 5, load=there, save=back, optimizer_state=loaded)
+        save(None, {}, make, there, optimizer_state=saved)
+        save(None, {}, make, back, load=there, steps=0, optimizer_state=loaded)
         expected, dtype = tensors(there), {"full": torch.float32, "bf16": torch.bfloat16}[loaded]
         state = {name: value for name, value in expected.items() if name.startswith("optimizer.") and value.ndim}
         expected |= {name: value.to(dtype) for name, value in state.items()}

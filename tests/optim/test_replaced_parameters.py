@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from beside_plain import plain_step, randn
+from beside_plain import assert_weights, plain_step, randn
 from pool import on_ranks
 from reference import assert_trained
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
@@ -50,31 +50,35 @@ X, Y = randn(4, 4, seed=4), torch.ones(4, 4)
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def trained(replace, *, loop="forward_backward", **config):
-    """The whole model after a step, ``replace``, and two more."""
+def one_step(engine, **options):
+    engine.forward_backward(X, Y, **options)
+    return engine.step()
+
+
+def trained(replace, **config):
+    """The whole model after a step, ``replace``, and two more, of which the last is in a loop of calls."""
     with paramp.launch_from_torch(config):
         engine = engine_of(net(), optimizer=sgd)
         for step in range(3):
             if step == 1:
                 replace(engine.module)
-            if loop == "forward_backward":
-                engine.forward_backward(X, Y)
+            if step < 2 or "pipeline" in config.get("parallel", ()):
+                assert one_step(engine).stepped
             else:
                 engine.backward(engine.criterion(engine(X), Y))
-            assert engine.step().stepped
+                assert engine.step().stepped
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("loop", ["forward_backward", "engine(x)"])
 @pytest.mark.parametrize("replace", [assign, set_modules])
-def test_new_parameters_are_trained_from_their_values(replace, loop):
+def test_new_parameters_are_trained_from_their_values(replace):
     model = net()
     optimizer = sgd(model.parameters())
     for step in range(3):
         if step == 1:
             in_place(model)
         plain_step(model, optimizer, X, Y)
-    assert_trained(trained(replace, loop=loop), model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
+    assert_trained(trained(replace), model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", NAIVE], ids=str)
@@ -108,50 +112,41 @@ def uneven_net():
     return model
 
 
-def moved(module, **options):
-    """Load other values into it."""
-    values = {name: value * 0.5 + 1.0 for name, value in module.state_dict().items()}
-    module.load_state_dict(values, **options)
-
-
 @on_ranks(2)
 def test_shards_that_were_replaced_are_trained_and_gathered(world):
     """``fully_shard`` has a hook on loads, which would gather the replacements ever after."""
     target, plain = torch.ones(4, 1), uneven_net()
     optimizer = sgd([one for one in plain.parameters() if one.requires_grad])
     with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
-        model = uneven_net()
-        engine = engine_of(model, optimizer=sgd([one for one in model.parameters() if one.requires_grad]))
+        engine = engine_of(uneven_net(), optimizer=lambda given: sgd([one for one in given if one.requires_grad]))
         for step in range(4):
             if step == 1:
-                moved(plain)
-                moved(engine.module, assign=True)
+                for module, options in ((plain, {}), (engine.module, {"assign": True})):
+                    values = {name: value * 0.5 + 1.0 for name, value in module.state_dict().items()}
+                    module.load_state_dict(values, **options)
             plain_step(plain, optimizer, X, target)
             assert train_step(engine, *own_part(context, X, target)).stepped
             if step == 2:
                 with torch.no_grad():
                     for one in (*plain[2].parameters(), *engine.module[2].parameters()):
                         one.mul_(0.5)  # what is frozen is gathered from its own memory too
-        actual = engine.full_state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-6, msg=name)
+        assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-6, rtol=1e-6)
 
 
 def test_a_checkpoint_holds_the_new_values(tmp_path):
     with paramp.launch_from_torch({"precision": NAIVE}):
         model = net()
-        for frozen in model[0].parameters():
-            frozen.requires_grad_(False)
+        model[0].requires_grad_(False)
         engine = engine_of(model, optimizer=sgd(model[2].parameters()))
-        train_step(engine, X, Y)
+        one_step(engine)
         assign(engine.module)
         expected = {name: value.float() for name, value in new_values(model).items()}
         engine.save(tmp_path / "checkpoint")
-        in_place_again = {name: torch.zeros_like(value) for name, value in engine.module.state_dict().items()}
-        engine.module.load_state_dict(in_place_again, assign=True)
+        zeros = {name: torch.zeros_like(value) for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict(zeros, assign=True)
         engine.load(tmp_path / "checkpoint")
         for found in (engine.full_state_dict(), engine.module.state_dict()):
-            assert all(torch.equal(value.float(), expected[name]) for name, value in found.items())
+            assert_same_tensors({name: value.float() for name, value in found.items()}, expected)
         assert not any(frozen.requires_grad for frozen in engine.module[0].parameters())
 
 
@@ -161,25 +156,20 @@ def tied():
     return model
 
 
-def test_what_does_not_agree_is_an_error():
-    for message, (name, new) in {
-        r"'0.bias' was replaced .* shape \(5,\) and torch.float16.* own has shape \(4,\)": (
-            "0.bias",
-            torch.zeros(5).half(),
-        ),
-        r"'0.bias' was replaced .* torch.float32, .* torch.float16": ("0.bias", torch.zeros(4)),
-        r"'0.weight' and '1.weight' are one parameter": ("0.weight", torch.zeros(4, 4).half()),
-    }.items():
-        with paramp.launch_from_torch({"precision": NAIVE}):
-            engine = engine_of(tied())
-            setattr(engine.module[0], name.removeprefix("0."), nn.Parameter(new))
-            with pytest.raises(RuntimeError, match=message):
-                engine.forward_backward(X, Y)
+DISAGREE = [
+    ("bias", torch.zeros(5).half(), r"'0.bias' was replaced .* shape \(5,\) and torch.float16.* own has shape \(4,\)"),
+    ("bias", torch.zeros(4), r"'0.bias' was replaced .* torch.float32, .* torch.float16"),
+    ("weight", torch.zeros(4, 4).half(), r"'0.weight' and '1.weight' are one parameter"),
+]
 
 
-def one_step(engine, **options):
-    engine.forward_backward(X, Y, **options)
-    return engine.step()
+@pytest.mark.parametrize(("name", "new", "message"), DISAGREE, ids=str)
+def test_what_does_not_agree_is_an_error(name, new, message):
+    with paramp.launch_from_torch({"precision": NAIVE}):
+        engine = engine_of(tied())
+        setattr(engine.module[0], name, nn.Parameter(new))
+        with pytest.raises(RuntimeError, match=message):
+            engine.forward_backward(X, Y)
 
 
 @on_ranks(2)

@@ -1,20 +1,23 @@
-"""Gradients of parameters that data ranks shard: absent, changed by hand, accumulated; against plain torch."""
+"""Gradients of parameters that data ranks shard, or step parts of: absent, changed by hand, accumulated."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import seeded
+from beside_plain import randn, seeded
 from pool import on_ranks
 from reference import assert_trained, rank_slice
 from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
+from paramp.base import sizes
 from paramp.compat.colossalai.amp import AMP_TYPE
 
 FSDP2 = {"data": {"shard": 2}}
+LAYOUTS = {"fsdp2": FSDP2, "kept": {"data": {"shard": 2, "reshard_after_forward": False}}, "zero": {"zero": 1}}
 
 
 class Block(nn.Module):
@@ -53,7 +56,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def data(step):
-    return torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step))
+    return randn(2, 8, 6, seed=step)
 
 
 class Pair:
@@ -93,46 +96,65 @@ def engine_backward(engine, x, y, uses_extra):
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["fsdp2", "kept"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(2)
-def test_a_parameter_is_stepped_if_any_rank_has_a_gradient(world, options, make):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2} | options}}):
+def test_a_parameter_is_stepped_if_any_rank_has_a_gradient(world, layout, make):
+    """Also of several backwards; in small buckets, of which one rank may complete one that the other does not."""
+    with mock.patch.object(sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
         pair = Pair(make)
-        for step, uses_extra in enumerate([(True, True), (False, True), (False, False), (True, False)]):
+        for step, uses_extra in enumerate([(True, True), (False, True), (False, False), (True, False), (False, True)]):
+            pair.engine.module.zero_grad()  # which takes the buffers' gradients away
             pair.backward(step, uses_extra)
+            if step == 3:
+                pair.backward(10 + step, (False, False))
+            if step == 4:
+                pair.backward(10 + step, (True, False))
             pair.step(f"step {step}")
 
 
-def whole_like(parameter, value):
-    return torch.full_like(parameter, value)
+def halve(parameter):
+    parameter.grad.mul_(0.5)
 
 
-def give(parameters):
-    """To what has none."""
-    for name in ("bonus", "extra", "blocks.1.extra"):
-        parameters[name].grad = whole_like(parameters[name].detach(), 0.25)
+HOOKS = {
+    "head.weight": (halve, 0.5),
+    "blocks.0.up.weight": (lambda parameter: setattr(parameter, "grad", parameter.grad * 0.5), 0.5),
+    "extra": (lambda parameter: setattr(parameter, "grad", None), 0.0),
+}
+"""Of parameters, and what they make of a gradient."""
 
 
-def drop(parameters):
-    parameters["blocks.0.up.weight"].grad = None
-    parameters["head.bias"].grad = None
+@on_ranks(2)
+def test_with_zero_hooks_that_come_after_initialize_run_before_the_reduction(world):
+    with mock.patch.object(sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        pair = Pair()
+        for name, (hook, factor) in HOOKS.items():
+            pair.engine.module.get_parameter(name).register_post_accumulate_grad_hook(hook)
+            pair.plain.get_parameter(name).register_hook(lambda gradient, factor=factor: gradient * factor)
+        for step in range(3):
+            pair.backward(step, (True, True))
+            pair.plain.extra.grad = None
+            pair.step(f"step {step}")
 
 
-def replace(parameters):
-    parameters["blocks.0.up.weight"].grad = parameters["blocks.0.up.weight"].grad * 3
+def change(what, model):
+    """Change gradients by hand."""
+    parameters = dict(model.named_parameters())
+    up, bias = parameters["blocks.0.up.weight"], parameters["head.bias"]
+    if what == "give":  # to what has none
+        for name in ("bonus", "extra", "blocks.1.extra"):
+            parameters[name].grad = torch.full_like(parameters[name].detach(), 0.25)
+    elif what == "drop":
+        up.grad = bias.grad = None
+    elif what == "replace":
+        up.grad = up.grad * 3
+    elif what == "multiply":
+        parameters["head.weight"].grad.mul_(-2)
 
 
-def change(parameters):
-    parameters["head.weight"].grad.mul_(-2)
-
-
-def nothing(parameters):
-    pass
-
-
-BY_HAND = [(by_hand,) for by_hand in (nothing, give, drop, replace, change, nothing)]
-WINDOWS = [(nothing, nothing, nothing), (give, nothing, nothing), (drop, nothing, drop), (nothing, give)]
-"""The last one is shorter."""
+BY_HAND = [(what,) for what in ("nothing", "give", "drop", "replace", "multiply", "nothing")]
+WINDOWS = [("nothing", "nothing", "nothing"), ("give", "nothing", "nothing"), ("drop", "nothing", "drop")]
+WINDOWS += [("nothing", "give")]  # which is shorter
 
 
 @pytest.mark.parametrize("when", ["after a backward", "before the step", "within a window"])
@@ -141,24 +163,26 @@ def test_gradients_that_are_changed_by_hand(world, when):
     windows, size = (WINDOWS, 3) if when == "within a window" else (BY_HAND, 1)
     with paramp.launch_from_torch({"parallel": FSDP2, "gradient_accumulation": size}):
         pair = Pair()
+        engine = pair.engine
         for number, window in enumerate(windows):
-            for call, by_hand in enumerate(window):
+            for call, what in enumerate(window):
                 # a gradient that is given is that of a whole window
                 pair.backward(10 * number + call, (False, size > 1 and number == 0 and call == 1), 1 / size)
-                by_hand(dict(pair.plain.named_parameters()))
+                change(what, pair.plain)
                 if when == "before the step":
-                    pair.engine.before_step[:] = [lambda by_hand=by_hand: by_hand(dict(pair.engine.named_parameters()))]
+                    engine.before_step[:] = [functools.partial(change, what, engine.module)]
                 else:
-                    by_hand(dict(pair.engine.named_parameters()))
-                assert call == len(window) - 1 or not pair.engine.step().stepped
+                    change(what, engine.module)
+                assert call == len(window) - 1 or not engine.step().stepped
             for parameter in pair.plain.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= size / len(window)
-            pair.step(f"window {number}", pair.engine.step if len(window) == size else pair.engine.flush)
+            pair.step(f"window {number}", engine.step if len(window) == size else engine.flush)
         if when == "after a backward":
             for made in (1.0, 0.5):  # all by hand, without any backward
-                for model in (pair.plain, pair.engine.module):
-                    model.get_parameter("head.bias").grad = whole_like(model.get_parameter("head.bias").detach(), made)
+                for model in (pair.plain, engine.module):
+                    bias = model.get_parameter("head.bias")
+                    bias.grad = torch.full_like(bias.detach(), made)
                 pair.step(f"without a backward: {made}")
 
 
@@ -184,24 +208,22 @@ def test_elements_are_counted_once_and_without_padding(world):
     assert result.num_zeros == num_zeros + sizes["bonus"]
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 @on_ranks(2)
-def test_hooks_on_gradients_are_refused_by_name(world):
-    hooks = ("register_hook", "register_post_accumulate_grad_hook")
-    for hook in hooks:
-        with paramp.launch_from_torch({"parallel": FSDP2}):
-            model = build()
-            getattr(model.blocks[1].up.weight, hook)(lambda gradient: None)
-            with pytest.raises(paramp.ConfigError, match=r"'blocks\.1\.up\.weight' has a hook on its gradient"):
-                engine_of(model)
+def test_hooks_on_gradients_are_refused_by_name(world, hook):
+    with paramp.launch_from_torch({"parallel": FSDP2}):
+        model = build()
+        getattr(model.blocks[1].up.weight, hook)(lambda gradient: None)
+        with pytest.raises(paramp.ConfigError, match=r"'blocks\.1\.up\.weight' has a hook on its gradient"):
+            engine_of(model)
     with paramp.launch_from_torch({"parallel": FSDP2}):
         engine = engine_of(build(), optimizer=sgd)
-        for hook in hooks:
-            handle = getattr(engine.module.get_parameter("head.weight"), hook)(lambda gradient: None)
-            with pytest.raises(RuntimeError, match=r"'head\.weight' has a hook on its gradient"):
-                engine_backward(engine, *data(0), (True, True))
-            handle.remove()
+        handle = getattr(engine.module.get_parameter("head.weight"), hook)(lambda gradient: None)
+        with pytest.raises(RuntimeError, match=r"'head\.weight' has a hook on its gradient"):
             engine_backward(engine, *data(0), (True, True))
-            assert engine.step().stepped
+        handle.remove()
+        engine_backward(engine, *data(0), (True, True))
+        assert engine.step().stepped
 
 
 @on_ranks(2)
@@ -212,10 +234,6 @@ def test_a_backward_that_is_not_the_engines_is_noticed(world):
         with pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called on an output of the engine"):
             pair.engine.step()
         pair.engine.zero_grad()
-        calls = []
-        handle = pair.engine.module.blocks[0].register_forward_hook(lambda *_: calls.append(1))
         pair.engine.backward(F.mse_loss(pair.engine(x, torch.tensor([True])), y))
-        handle.remove()
-        assert len(calls) == 2
         pair.plain_backward(0, (True, True))
         pair.step("the engine's backward")

@@ -1,21 +1,20 @@
 """Activation checkpointing: the same bits as without it, and what is computed again."""
 
 import re
+from collections import Counter
 
 import pytest
 import torch
 from beside_plain import adamw, benchmarks_common
 from commands import ROOT
+from counting import Operators
 from families import SEED, WHOLE, family
 from pool import on_ranks
 from reference import batches, small_gpt
 from small_engines import engine_of
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 from paramp.models import GPT
-from paramp.parallel.activation_checkpointing import repeated_blocks
 
 HOW = ("full", 2, "selective")
 LAYOUTS = {
@@ -51,17 +50,6 @@ def test_the_same_bits_as_without_it(world, layout):
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
 
 
-class Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().partition("::")[2].partition(".")[0]
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 3: (24, 6, 20), "selective": (16, 8, 16)}
 """The numbers of linear layers, activations and collectives in a forward and backward."""
 
@@ -73,10 +61,11 @@ def test_what_is_computed_again(world):
         with paramp.launch_from_torch({"parallel": {"tensor": 2}, "activation_checkpointing": how}):
             engine = engine_of(small_gpt(dropout=0.1), GPT.loss)
             x = torch.randn(2, 16, 32, requires_grad=True)
-            with Count() as count:
+            with Operators() as operators:
                 engine.module.blocks(x).sum().backward()
-            sums = sum(count.calls.get(name, 0) for name in ("allreduce_", "all_reduce", "recv_"))
-            assert (count.calls["addmm"], count.calls["gelu"], sums) == expected, (how, count.calls)
+            calls = Counter(function.name().partition("::")[2].partition(".")[0] for function, _ in operators.calls)
+            sums = sum(calls[name] for name in ("allreduce_", "all_reduce", "recv_"))
+            assert (calls["addmm"], calls["gelu"], sums) == expected, (how, calls)
 
 
 def peak(how):
@@ -99,12 +88,3 @@ def test_the_peaks_of_the_pages_table():
     assert {name for name, _ in rows} == found.keys()
     for name, expected in rows if WHOLE or SEED else rows[1:2]:
         assert peak(found[name]) / 2**20 == pytest.approx(int(expected), rel=0.1), name
-
-
-def test_blocks_are_the_outermost_modules_that_repeat():
-    assert repeated_blocks(small_gpt()) == [f"blocks.{index}" for index in range(4)]
-    twice = nn.ModuleDict(
-        {"a": small_gpt(), "b": nn.ModuleList([nn.Sequential(small_gpt(), small_gpt()) for _ in range(2)])}
-    )
-    assert repeated_blocks(twice) == [*(f"a.blocks.{index}" for index in range(4)), "b.0", "b.1"]
-    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # nothing inside to compute again

@@ -1,8 +1,6 @@
 """Batches of several inputs, in tuples and mappings, and outputs with names, against plain torch."""
 
-import dataclasses
 import functools
-import re
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +10,7 @@ from counting import Collectives
 from families import cases, family, number
 from masked_transformer import LENGTH, PLAN, Reply, assistant, dialogue
 from pool import on_ranks
-from reference import assert_trained, rank_slice
+from reference import rank_slice
 from small_engines import engine_of
 from torch import nn
 from torch.nn import functional as F
@@ -86,26 +84,6 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
         assert shown.loss is None
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("dp2-tp2", "16-mixed"), ("pp2", "16-naive"), ("pp2-tp2", "bf16-mixed")])
-@on_ranks(4)
-def test_half_precision_follows_fp32(world, layout, mode):
-    model, start = assistant(), assistant().state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaling = {} if mode == "bf16-mixed" else {"init_scale": 1024.0}
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": {"mode": mode, **scaling}}) as context:
-        plan = PLAN if context.tp.size > 1 else None
-        engine = engine_of(assistant(), None, functools.partial(torch.optim.SGD, lr=0.5), plan=plan)
-        for step in range(4):
-            batch = dialogue(step)
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
-            engine.forward_backward(own(context, batch))
-            assert engine.step().stepped
-            engine.zero_grad()
-        assert_trained(engine.full_state_dict(), model.state_dict(), start, of_way=0.1 if "bf16" in mode else 0.02)
-
-
 class Gate(nn.Module):
     """Two inputs and a mapping of outputs; the second input, one of the keywords, is used on the last stage."""
 
@@ -149,43 +127,6 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world):
         shift = torch.full((8, 1), 2.0)
         shown = engine(x, (left, right), shift=shift)
         torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
-
-
-class Views(NamedTuple):
-    x: torch.Tensor
-    mask: torch.Tensor | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    y: torch.Tensor
-    more: tuple
-
-
-class Optional(Gate):
-    """Asks for None inside an input, and returns containers inside a dataclass."""
-
-    def forward(self, views):
-        y = self.one(views.x)
-        y = torch.tanh(y) if views.mask is None else y * views.mask
-        y = self.two(y)
-        return Shown(y, ({"sign": [y > 0, None]}, "name"))
-
-
-@on_ranks(2)
-def test_what_is_none_inside_an_input_chooses_the_code(world):
-    model, x, mask = seeded(Optional), randn(4, 4), torch.rand(4, 1, generator=torch.Generator().manual_seed(1))
-    with paramp.launch_from_torch({"parallel": TWO_STAGES}):
-        engine = engine_of(seeded(Optional), lambda shown: shown.y.mean())
-        for views in (Views(x), Views(x, mask), Views(x)):
-            expected = model(views)
-            assert engine.forward_backward((views,)).item() == pytest.approx(expected.y.mean().item(), abs=1e-6)
-            engine.zero_grad()
-            shown = engine.eval()(views)
-            engine.train()
-            torch.testing.assert_close(shown.y, expected.y.detach())
-            assert torch.equal(shown.more[0]["sign"][0], expected.y > 0)
-            assert shown.more[1] == "name"
 
 
 class Weighted(NamedTuple):
@@ -329,24 +270,17 @@ def test_what_does_not_fit_is_an_error_on_every_rank(world, parallel):
         assert engine.step().stepped
 
 
-FOUND = {"bias": r"inputs\['bias'\] of the batch", "weight": r"inputs\['extras'\]\['weight'\] of the batch"}
-OVERFLOWS = [(name, layout) for name in FOUND for layout in ("dp4", "pp2", "pp2-tp2")]
-
-
-@family
-@pytest.mark.parametrize(
-    ("name", "layout"), cases("overflow in an input", OVERFLOWS, {("bias", "dp4"), ("weight", "pp2-tp2")}, 1)
-)
+@pytest.mark.parametrize("layout", ["dp4", "pp2-tp2"])
 @on_ranks(4)
-def test_an_overflow_in_an_input_is_named(world, name, layout):
+def test_an_overflow_in_an_input_is_named(world, layout):
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
         engine = assistant_engine(context)
         batch = own(context, dialogue(0))
-        if name == "bias":
+        if layout == "dp4":
             batch["bias"].tensor[2, 1] = float("nan")
         else:
             batch["extras"]["weight"] = torch.tensor(1e6)  # beyond fp16
         engine.forward_backward(batch)
         assert engine.step().overflow
-        report = str(engine.diagnose_overflow())
-        assert re.search(FOUND[name], report), report
+        name = "['bias']" if layout == "dp4" else "['extras']['weight']"
+        assert f"inputs{name} of the batch" in str(engine.diagnose_overflow())

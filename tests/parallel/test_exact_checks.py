@@ -1,113 +1,55 @@
-"""What the mode of equal bits cuts into slices, and what it refuses by name: modules, ties, buffers and styles."""
+"""What ``initialize`` refuses under ``reproducible=True``, by name: modules, ties, layers and styles."""
 
 import pytest
 import torch
+from pool import on_ranks
+from reference import small_gpt
+from small_engines import engine_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
-from paramp.base.errors import ConfigError
-from paramp.distributed.reproducible.place import Place
-from paramp.engine.reproducible.buffers import check_buffers
-from paramp.engine.reproducible.setup import sliced_layers
-from paramp.parallel.adapters import adapter_for
-from paramp.parallel.reproducible.checks import check_modules, check_ties
 from paramp.parallel.tensor.styles import ExpertSlices
 
 
-def tied(count):
+def behind(module):
+    return nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.Embedding(4, 2), module)
+
+
+def tied(count, hooked=False):
     layers = [nn.Linear(2, 2) for _ in range(count)]
     for layer in layers[1:]:
         layer.weight = layers[0].weight
+    layers[0].bias.register_hook(lambda gradient: gradient)
+    if hooked:
+        layers[0].weight.register_hook(lambda gradient: gradient)
     return nn.Sequential(*layers)
 
 
-def test_a_tied_parameter_has_at_most_two_names_and_no_hooks():
-    model = tied(2)
-    model[0].bias.register_hook(lambda gradient: gradient)
-    check_ties(model)
-    model[0].weight.register_hook(lambda gradient: gradient)
-    with pytest.raises(ConfigError, match=r"0.weight and 1.weight are one parameter with hooks"):
-        check_ties(model)
-    with pytest.raises(ConfigError, match=r"1.weight and 2.weight are one parameter, expected at most two"):
-        check_ties(tied(3))
+def start(model, **config):
+    slices = config.pop("slices", 8)
+    plan = config.pop("plan", None)
+    with paramp.launch_from_torch({"reproducible": {"chunk": 1, "slices": slices}, **config}):
+        engine_of(model, optimizer=torch.optim.AdamW, plan=plan)
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.BatchNorm1d(4), "'1' is a BatchNorm1d, which averages over the samples"),
-        (nn.InstanceNorm1d(4, track_running_stats=True), "'1' is a InstanceNorm1d, which averages"),
-        (nn.MultiheadAttention(4, 2), "'1' is a MultiheadAttention, which computes all heads"),
-        (nn.Embedding(4, 2, max_norm=1.0), "'1' is a Embedding, which changes its weights"),
+        (nn.BatchNorm1d(4), "'4' is a BatchNorm1d, which averages over the samples"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "'4' is a InstanceNorm1d, which averages"),
+        (nn.MultiheadAttention(4, 2), "'4' is a MultiheadAttention, which computes all heads"),
+        (nn.Embedding(4, 2, max_norm=1.0), "'4' is a Embedding, which changes its weights"),
         (nn.Embedding(4, 2, sparse=True), "sparse=False"),
         (nn.Embedding(4, 2, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
+        (tied(2, hooked=True), r"0.weight and 4.1.weight are one parameter with hooks"),
+        (tied(3), r"1.weight and 4.2.weight are one parameter, expected at most two"),
     ],
 )
 def test_modules_are_refused_by_name(module, message):
-    check_modules(nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.Embedding(4, 2)))
-    with pytest.raises(ConfigError, match=message):
-        check_modules(nn.Sequential(nn.Linear(4, 4), module))
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-        self.changes = False
-
-    def forward(self, x):
-        if self.changes:
-            self.count += 1
-        return x
-
-
-def test_a_forward_that_changes_a_buffer_is_refused_in_training():
-    model = nn.Sequential(Counting())
-    check_buffers({0: model})
-    model[0].changes = True
-    model(torch.ones(1))  # the first may fill a cache
-    model.eval()(torch.ones(1))
-    with pytest.raises(ConfigError, match="the forward of '0', a Counting, changes its buffer 'count'"):
-        model.train()(torch.ones(1))
-    model[0].changes = False
-    model(torch.ones(1))
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(32))
-
-
-def gpt():
-    shape = paramp.models.GPTConfig(num_layers=2, num_heads=8, width=32, max_seq_len=16, vocab_size=100)
-    return paramp.models.GPT(shape)
-
-
-def names(model, *, sequence_parallel=False, slices=8, plan=None):
-    place = Place(0, 1, slices, None, sequence_parallel)
-    return {name: type(style).__name__ for name, style in sliced_layers(adapter_for(model), plan, place).items()}
-
-
-def test_the_same_layers_are_cut_with_and_without_sequence_parallelism():
-    cut = names(gpt())
-    assert cut == names(gpt(), sequence_parallel=True)
-    assert cut["embedding.tokens"] == "SlicedRows"
-    assert cut["head"] == cut["blocks.0.attention.qkv"] == "SlicedColwise"
-    assert cut["blocks.1.mlp.down"] == "SlicedRowwise"
-    assert cut["blocks.1.norm2"] == cut["norm"] == "SlicedSequence"
-    assert "blocks.0.dropout" not in cut
-    assert names(nn.Sequential(nn.Linear(4, 4))) == {}  # without a plan nothing is
-
-
-@pytest.mark.parametrize("where", ["dropout", "extra"])
-def test_parameters_beside_slices_of_the_sequence_need_a_style(where):
-    model = gpt()
-    setattr(model.blocks[1], where, Scale())
-    names(model)
-    with pytest.raises(ConfigError, match=rf"'blocks.1.{where}', a Scale with parameters"):
-        names(model, sequence_parallel=True)
+    start(behind(tied(2)))
+    with pytest.raises(paramp.ConfigError, match=message):
+        start(behind(module))
 
 
 @pytest.mark.parametrize(
@@ -121,5 +63,20 @@ def test_parameters_beside_slices_of_the_sequence_need_a_style(where):
     ],
 )
 def test_what_cannot_be_cut_is_named(style, slices, message):
-    with pytest.raises(ConfigError, match=message):
-        names(nn.Sequential(nn.Linear(12, 6)), slices=slices, plan={"0": style})
+    with pytest.raises(paramp.ConfigError, match=message):
+        start(nn.Sequential(nn.Linear(12, 6)), slices=slices, plan={"0": style})
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+
+@on_ranks(2)
+def test_parameters_beside_slices_of_the_sequence_need_a_style(world):
+    for where in ("dropout", "extra"):
+        model = small_gpt(num_layers=2)
+        setattr(model.blocks[1], where, Scale())
+        with pytest.raises(paramp.ConfigError, match=rf"'blocks.1.{where}', a Scale with parameters"):
+            start(model, slices=4, parallel={"tensor": 2, "sequence_parallel": True})

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from paramp.base.errors import ConfigError
 from paramp.distributed.rng import replicated_random, sharded_random
-from paramp.parallel.activation_checkpointing import CheckpointedBlocks
 
 
 def dropped(x, rank=0, size=1, function=F.dropout, context=nullcontext, name=0, **options):
@@ -66,16 +65,6 @@ def test_masks_differ_between_samples_steps_calls_names_seeds_draws_and_slices_o
     outputs.append(dropped(x, 1, 2, context=sharded_random, sequence_parallel=True))
     masks = {tuple(sample.flatten().tolist()) for output in outputs for sample in output}
     assert len(masks) == 2 * len(outputs) == 16
-
-
-def test_a_modules_forwards_in_a_chunk_draw_other_masks_and_the_next_chunk_begins_again():
-    model, x = nn.Sequential(Calls()), torch.ones(2, 64)
-    mode = mode_for(model=model)
-    with mode:
-        first, second = model[0](F.dropout, x), model[0](F.dropout, x)
-        mode.begin_chunk()
-        assert torch.equal(model[0](F.dropout, x), first)
-    assert not torch.equal(first, second)
 
 
 @of_each_dtype
@@ -153,41 +142,10 @@ def test_dropout_that_several_stages_have_is_refused(divided):
         model(torch.ones(2, 3))
 
 
-class Block(nn.Module):
-    """Draws masks itself and in a submodule."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(F.dropout(F.silu(x), 0.25)) * F.dropout(x, 0.5)
-
-
-def masked(model, change=lambda: None):
-    """The output and the gradient of the input."""
-    x = torch.ones(2, 64).requires_grad_()
+def test_a_module_that_runs_twice_and_is_computed_again_is_refused():
+    layer = nn.Dropout(0.5)
+    model, x = nn.Sequential(layer, layer), torch.ones(2, 64).requires_grad_()
     mode = mode_for(model=model)
-    change()
-    with mode:
-        output = model(x)
-        output.sum().backward()
-    return output.detach(), x.grad
-
-
-def test_masks_are_the_same_when_a_forward_is_computed_again():
-    model = nn.Sequential(Block(), Block())
-    expected = masked(model)
-    again = masked(model, lambda: CheckpointedBlocks(model, "full").apply([model]))
-    assert all(map(torch.equal, again, expected))
-    assert expected[1].any()
-
-
-def test_a_block_that_runs_twice_and_is_computed_again_is_refused():
-    block = Block()
-
-    def change():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-    with pytest.raises(ConfigError, match=r"'0' draws .* activation_checkpointing to 'none'"):
-        masked(nn.Sequential(block, block), change)
+    layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    with pytest.raises(ConfigError, match=r"'0' draws .* activation_checkpointing to 'none'"), mode:
+        model(x).sum().backward()

@@ -30,53 +30,6 @@ def sharded(**options):
     return {"parallel": {"data": {"shard": 2, **options}}}
 
 
-class SomeBlocks(nn.Module):
-    """Runs the first block, and one of the two others."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.chosen = 1
-
-    def forward(self, x):
-        return self.blocks[self.chosen](self.blocks[0](x))
-
-
-@on_ranks(2)
-def test_data_ranks_that_run_different_blocks_raise_at_the_step(world):
-    """The blocks have equal shapes: without a check each rank would compute with halves of two blocks."""
-    with paramp.launch_from_torch(sharded()):
-        engine = engine_of(seeded(SomeBlocks))
-        for chosen in (1, 2):  # the same on both ranks
-            engine.module.chosen = chosen
-            engine.evaluate(X, Y)
-            engine.forward_backward(X, Y)
-            assert engine.step().stepped
-        before = engine.full_state_dict()
-        engine.module.chosen = 1 + world.rank
-        engine.forward_backward(X, Y, return_loss=False)
-        with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model"):
-            engine.step()
-        after = engine.full_state_dict()
-        assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-@on_ranks(2)
-def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
-    """The forward of the first block begins to gather the second, which the evaluation leaves out."""
-    with paramp.launch_from_torch(sharded(prefetch=1)):
-        engine = engine_of(SomeBlocks())
-        engine.module.chosen = 2
-        engine.evaluate(X, Y)
-        with torch.no_grad():
-            for parameter in engine.parameters():
-                parameter.to_local().mul_(2.0)
-        engine.module.chosen = 1
-        plain = SomeBlocks()
-        plain.load_state_dict(engine.full_state_dict())
-        torch.testing.assert_close(engine.evaluate(X, Y), nn.functional.mse_loss(plain(X), Y).detach())
-
-
 def units_of(engine):
     """By name; "" is the rest of the model, of each stage one."""
     return {name: module for name, module in engine.module.named_modules() if is_unit(module)}
@@ -105,24 +58,6 @@ def test_prefetch_gathers_the_next_blocks_while_one_computes(world):
             seen = gathered_early(engine)
             engine.evaluate(X, Y)
         assert seen == [(str(index), following[index : index + count]) for index in range(4)]
-
-
-@on_ranks(4)
-def test_prefetch_with_several_stages_on_a_rank(world):
-    model = seeded(chain, 8)
-    x, y = randn(2, 8, 4)
-    expected = nn.functional.mse_loss(model(x), y).detach()
-    pipeline = {"size": 2, "schedule": "interleaved-1f1b"}
-    with paramp.launch_from_torch({"parallel": {"pipeline": pipeline, "data": {"shard": 2, "prefetch": 1}}}) as context:
-        engine, batch = engine_of(model), own_part(context, x, y)
-        torch.testing.assert_close(engine.forward_backward(*batch), expected)
-        assert engine.step().stepped
-        seen = gathered_early(engine)
-        engine.evaluate(*batch)
-        ends = [4, 8] if context.pp.rank else [2, 6]  # of the rank's stages, whose blocks are gathered only for them
-        for name, early in seen:
-            assert early in ([], [] if int(name) + 1 in ends else [str(int(name) + 1)])
-        assert any(early for _, early in seen)
 
 
 def test_a_dropped_all_gather_is_waited_for_on_the_stream_of_its_device(monkeypatch):

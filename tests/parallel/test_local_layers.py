@@ -125,43 +125,16 @@ def test_a_container_in_a_slice_of_the_sequence_has_partial_gradients_in_all_its
         assert_gradients(model["part"], plain, atol=1e-12)
 
 
-@on_ranks(2)
-def test_between_scatter_and_gather_each_rank_has_its_slice_of_the_sequence(world):
-    x, factor = randn(2, 2, 6, 4, dtype=torch.float64)
-    x.requires_grad_()
-    expected = x.tanh()
-    (expected * factor).sum().backward()
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
-        layers = nn.ModuleDict({"first": nn.Identity(), "last": nn.Identity()})
-        model = sharded(context, layers, {"first": "scatter_sequence", "last": "gather_sequence"})
-        own = x.detach().requires_grad_()
-        between = model["first"](own)
-        torch.testing.assert_close(between.detach(), x.detach()[:, 3 * context.tp.rank :][:, :3])
-        output = model["last"](between.tanh())
-        torch.testing.assert_close(output.detach(), expected.detach())
-        (output * factor).sum().backward()
-        torch.testing.assert_close(own.grad, x.grad)
-
-
 # ------------------------------------------------------- leaves that stand for parameters in the graph of a batch
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, width=8, max_seq_len=8, vocab_size=100, tied=False, init_std=0.5)
-DOUBLED, ZEROED = "blocks.0.mlp.up.weight", "blocks.1.attention.out.weight"
 BALANCED = "blocks.0.mlp.down.weight"
 TP2 = {"parallel": {"tensor": 2}, "precision": "64-true"}
 assert_same_gradients = functools.partial(assert_gradients, atol=1e-13, rtol=1e-9)
 
 
-def zero_gradient(parameter):
-    parameter.grad.zero_()
-
-
-def gpt(hooked=False):
-    model = seeded(GPT, SHAPE, seed=3).double()
-    if hooked:
-        model.get_parameter(DOUBLED).register_hook(lambda gradient: gradient * 2)
-        model.get_parameter(ZEROED).register_post_accumulate_grad_hook(zero_gradient)
-    return model
+def gpt():
+    return seeded(GPT, SHAPE, seed=3).double()
 
 
 def batches():
@@ -177,21 +150,6 @@ def after_a_step(engine, plain, given):
         engine.flush()
         engine.zero_grad()
     copy_weights(engine, plain)
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@on_ranks(2)
-def test_gradients_of_a_second_window_are_those_of_one_process(world, hooked):
-    with paramp.launch_from_torch(TP2 | {"gradient_accumulation": 2}):
-        plain, engine = gpt(hooked), engine_of(gpt(hooked), GPT.loss)
-        first, *others = batches()
-        after_a_step(engine, plain, [first])
-        for batch in others:
-            with CountDTensors() as count:
-                engine.forward_backward(*batch, return_loss=False)
-            assert hooked or not count.found, count.found
-            (GPT.loss(plain(batch[0]), batch[1]) / 2).backward()
-        assert_same_gradients(engine, plain)
 
 
 @on_ranks(2)
@@ -220,26 +178,6 @@ def test_a_criterion_may_ask_for_gradients_of_parameters_and_logits(world):
         assert_same_gradients(engine, plain)
 
 
-@on_ranks(2)
-def test_autograd_grad_goes_through_an_engine_s_forward(world):
-    (x, y), *_ = batches()
-    with paramp.launch_from_torch(TP2):
-        plain, engine = gpt(), engine_of(gpt(), GPT.loss)
-        after_a_step(engine, plain, batches())
-        parameters = dict(plain.named_parameters())
-        loss = engine.criterion(engine(x), y)
-        found = torch.autograd.grad(loss, [engine.module.get_parameter(name) for name in parameters])
-        expected = torch.autograd.grad(GPT.loss(plain(x), y), list(parameters.values()))
-        for name, one, other in zip(parameters, found, expected, strict=True):
-            torch.testing.assert_close(whole(one), other, atol=1e-13, rtol=1e-9, msg=name)
-
-
-def doubled_late(logits, target):
-    loss = GPT.loss(logits, target)
-    logits.register_hook(lambda gradient: gradient * 2)
-    return loss
-
-
 def changed_under_a_view(logits, target):
     rows = logits.view(-1, logits.shape[-1])
     logits.div_(2)
@@ -251,19 +189,10 @@ def changed_through_a_view(logits, target):
     return F.cross_entropy(logits.transpose(1, 2), target)
 
 
-@pytest.mark.parametrize("criterion", [doubled_late, changed_under_a_view, changed_through_a_view])
+@pytest.mark.parametrize("criterion", [changed_under_a_view, changed_through_a_view])
 @on_ranks(2)
 def test_a_criterion_that_changes_logits_after_they_were_used(world, criterion):
-    """Gradients are those of one process, or there is an error."""
-    (x, y), *_ = batches()
     with paramp.launch_from_torch(TP2):
-        plain, engine = gpt(), engine_of(gpt(), criterion)
-        if criterion is not doubled_late:
-            with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
-                engine.forward_backward(x, y)
-            return
-        engine.forward_backward(x, y)
-        engine.zero_grad()
-        engine.forward_backward(x, y)
-        criterion(plain(x), y).backward()
-        assert_same_gradients(engine, plain)
+        engine = engine_of(gpt(), criterion)
+        with pytest.raises(RuntimeError, match=r"changed in place .* logits = logits / 2"):
+            engine.forward_backward(*batches()[0])

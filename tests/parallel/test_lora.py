@@ -7,9 +7,9 @@ import pytest
 import torch
 from beside_plain import train_both
 from families import family, long
-from pool import on_ranks, run_on_ranks
-from reference import assert_trained, batches
-from small_engines import engine_of, own_part
+from pool import on_ranks, run_on_ranks, shared_folder
+from reference import batches
+from small_engines import engine_of
 from test_huggingface import build, loss_of
 from torch import nn
 
@@ -32,6 +32,7 @@ TARGETS = {
     "llama": {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], "modules_to_save": ["lm_head"]},
     "gpt2": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},  # fused, and of Conv1D
     "llama-embedding": {"target_modules": ["embed_tokens", "k_proj", "gate_proj"]},
+    "llama-added": {"target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},  # by transformers
     "own": {"target_modules": ["up", "down"]},
 }
 OWN_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -65,7 +66,7 @@ def own_loss(output, targets):
 
 def base(name):
     torch.manual_seed(1)
-    return Own() if name == "own" else build(name.removesuffix("-embedding"))
+    return Own() if name == "own" else build(name.removesuffix("-embedding").removesuffix("-added"))
 
 
 def adapted(name, **changes):
@@ -74,7 +75,11 @@ def adapted(name, **changes):
         import peft
 
         torch.manual_seed(2)
-        model = peft.get_peft_model(base(name), peft.LoraConfig(r=4, lora_alpha=8, **{**TARGETS[name], **changes}))
+        model, config = base(name), peft.LoraConfig(r=4, lora_alpha=8, **{**TARGETS[name], **changes})
+        if name == "llama-added":
+            model.add_adapter(config)
+        else:
+            model = peft.get_peft_model(model, config)
     with torch.no_grad():  # zero at the start, which hides mistakes in the gradient of the other half
         for key, parameter in model.named_parameters():
             if "lora" in key:
@@ -112,55 +117,39 @@ def test_fp32_follows_plain_torch(layout):
     run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follow_plain_torch", {"layout": layout})
 
 
-MORE = {"tp2": ["gpt2", "llama-embedding"], "pp2": ["gpt2"], "fsdp2": ["gpt2"], "pp2-tp2": []}
+MORE = {"tp2": ["gpt2", "llama-embedding", "llama-added"], "pp2": ["gpt2", "llama-added"], "fsdp2": ["gpt2"]}
 
 
 def follow_plain_torch(world, layout):
-    for name in ("llama", "own", *MORE[layout]):
+    for name in ("llama", "own", *MORE.get(layout, ())):
         follows(name, layout)
 
 
-@pytest.mark.parametrize(("layout", "mode"), [("tp2", "16-mixed"), ("fsdp2", "16-naive"), ("pp2", "16-naive")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama", "tp2"), ("llama-added", "pp2"), ("llama-added", "tp2"), ("llama", "fsdp2")]
+)
 @on_ranks(2)
-def test_half_precision_follows_fp32(world, layout, mode):
-    plain = adapted("own")
-    start = {key: value.clone() for key, value in plain.state_dict().items()}
-    frozen = [key for key, parameter in plain.named_parameters() if not parameter.requires_grad]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
-    config = {"parallel": LAYOUTS[layout], "precision": {"mode": mode, "init_scale": 1024.0}}
-    with paramp.launch_from_torch(config) as context:
-        plan = OWN_PLAN if layout == "tp2" else None
-        engine = engine_of(adapted("own"), own_loss, functools.partial(torch.optim.SGD, lr=1.0), plan=plan)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            own_loss(plain(x), y).backward()
-            optimizer.step()
-            engine.forward_backward(*own_part(context, x, y))
-            assert engine.step().stepped
-            engine.zero_grad()
-        state = engine.full_state_dict()
-        for key in frozen:  # which have no masters
-            assert torch.equal(state.pop(key), start[key].half().float() if mode == "16-naive" else start[key]), key
-        assert_trained(state, {key: plain.get_parameter(key) for key in state}, start, of_way=0.01)
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2"])
-@on_ranks(2)
-def test_adapters_are_saved_as_peft_reads_them(world, layout, tmp_path):
+def test_adapters_are_saved_alone_as_peft_and_transformers_read_them(world, name, layout):
     import peft
 
+    folder = shared_folder()
     x, y = next(batches(1))
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine = initialize("llama", adapted("llama"))
+        engine = initialize(name, adapted(name))
         engine.forward_backward(x, y)
         engine.step()
-        engine.save_pretrained(tmp_path)
+        engine.save_pretrained(folder)
+        assert not list(folder.glob("model*"))
         engine.eval()
         expected = engine(x).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = peft.PeftModel.from_pretrained(base("llama"), str(tmp_path)).eval()
-    torch.testing.assert_close(loaded(x).logits, expected, atol=1e-5, rtol=1e-5)
+        loaded = base(name).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if name == "llama-added":
+                loaded.load_adapter(folder)
+            else:
+                loaded = peft.PeftModel.from_pretrained(loaded, str(folder)).eval()
+        torch.testing.assert_close(loaded(x).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def styles_of(model, plan):

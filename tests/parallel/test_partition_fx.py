@@ -14,7 +14,6 @@ from traceable import Decoder, Nested, UNet, build
 
 import paramp
 from paramp.distributed.rng import RandomStream, derive_seed
-from paramp.parallel.batches import Batch
 from paramp.parallel.partition import plan_stages
 from paramp.parallel.partition_fx import TracedPartition
 
@@ -87,10 +86,6 @@ class Outer(nn.Module):
 
     def forward(self, x):
         return self.last(self.inside(x))
-
-
-def dropping(module, y):
-    return F.dropout(y, 0.5, module.training)
 
 
 class Noisy(nn.Module):
@@ -227,77 +222,10 @@ def test_random_numbers_of_generators_that_the_model_or_a_file_holds(draw, sourc
         TracedPartition(Drawing(draw), 2, ["two"])
 
 
-def test_a_generator_is_as_before_after_a_trace_and_a_module_that_is_not_traced_may_draw():
-    model = Outer(Skipping())
-    before = model.inside.rng.bit_generator.state
-    with pytest.raises(paramp.ConfigError):
-        TracedPartition(model, 2, ["inside.two"])
-    assert model.inside.rng.bit_generator.state == before
-    assert [name for name, _ in TracedPartition(model, 2, ["last"]).units] == ["inside", "last"]
-
-
-def test_random_numbers_of_torch_are_new_in_each_step():
-    _, (first, _) = partition_of(Drawing(lambda: torch.normal(0.0, 1.0, size=(4,))), "two")
-    one, other = (first(torch.ones(1, 4))[1][0] for _ in range(2))
-    assert not torch.equal(one, other)
-
-
-class Tempered(Two):
-    temperature = 3.0
-
-    def forward(self, x, y=None):
-        x = self.two(self.one(x) * (2.0 * self.temperature))
-        return x if y is None else x + y
-
-
-def test_numbers_and_attributes_are_constants_of_the_trace():
-    """Also of a trace that is made later, for other inputs."""
-    model = Tempered()
-    _, stages = partition_of(model, "two")
-    x = torch.ones(1, 4)
-    for one in (model, *stages):
-        one.temperature = 5.0
-    for inputs in ((x,), (x, x)):
-        expected = model.two(model.one(x) * 6.0) + sum(inputs[1:])
-        assert torch.equal(stages[1](stages[0](*inputs)), expected)
-
-
-def test_a_module_that_is_opened_has_the_models_mode():
-    """There is one graph of a mode: what is frozen in evaluation would drop out as in training."""
-    model = Outer(Two(dropping))
-    assert partition_of(model.eval(), "inside.two")[0].opened == {"inside"}
-    _, (first, _) = partition_of(model.train(), "inside.two")
-    first.get_submodule("inside").eval()
-    with pytest.raises(paramp.ConfigError, match="'inside' is in evaluation mode"):
-        first(torch.ones(1, 4))
-
-
-def test_a_name_inside_a_module_opens_it():
-    model = build(Nested)
-    partition, stages = partition_of(model, "inside.middle")
-    assert partition.opened == {"inside"}
-    assert not any(name.startswith("inside.middle") for name, _ in stages[0].named_parameters())
-    x, _ = next(samples(Nested, 1))
-    torch.testing.assert_close(stages[1](stages[0](x)), model(x), atol=0, rtol=0)
-
-
-def test_only_a_module_that_is_too_heavy_for_a_stage_is_opened():
-    assert "inside" in TracedPartition(Outer(build(UNet)), 2, None).opened
-    assert not TracedPartition(Outer(Two()), 2, None).opened
-
-
 def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
         stage(torch.zeros(1, 17, 4))
-
-
-class Counting(Two):
-    """Hands on a number that depends on values, which no description made beforehand can hold."""
-
-    def forward(self, x):
-        total = x.sum().item()
-        return self.two(self.one(x)) * total
 
 
 class Wrapper(nn.Module):
@@ -320,14 +248,9 @@ TWO_STAGES = {"parallel": {"pipeline": {"size": 2, "split": ["two"]}}}
 
 @on_ranks(2)
 def test_what_cannot_travel_is_an_error(world):
-    with paramp.launch_from_torch(TWO_STAGES) as context:
-        with pytest.raises(paramp.ConfigError, match=r"a stage returns set at \[1\]\[1\], expected tensors"):
-            engine_of(Opaque()).forward_backward(torch.ones(4, 4), torch.ones(4, 4))
-        engine = engine_of(Counting())
-        _, (stage_output,) = engine._runner.pipeline._probe(Batch((torch.ones(2, 4),)))
-        if context.is_first_stage:
-            with pytest.raises(paramp.ConfigError, match="the output of a stage changed"):
-                stage_output.pack(engine.module(torch.full((2, 4), 2.0)), torch.device("cpu"))
+    refused = pytest.raises(paramp.ConfigError, match=r"a stage returns set at \[1\]\[1\], expected tensors")
+    with paramp.launch_from_torch(TWO_STAGES), refused:
+        engine_of(Opaque()).forward_backward(torch.ones(4, 4), torch.ones(4, 4))
 
 
 class Passing(Two):

@@ -1,7 +1,6 @@
 """Parameters sharded over data ranks: what is summed, gathered, sent and kept."""
 
 import dataclasses
-import functools
 import gc
 
 import pytest
@@ -10,7 +9,7 @@ from beside_plain import adamw, randn, seeded
 from counting import Collectives
 from pool import on_ranks
 from reference import small_gpt
-from small_engines import engine_of, own_part
+from small_engines import assert_same_tensors, engine_of, own_part
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -58,50 +57,24 @@ def test_gradients_are_summed_in_reduce_dtype_over_every_axis(world):
         assert bias_gradient(context, "float32", smaller, FP16_WITHOUT_SCALE) == 1 + SMALL / 8
 
 
-class OwnForward(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + self.weight.sum()
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear, self.own = nn.LayerNorm(8), nn.Linear(8, 8), OwnForward(8, 8)
-        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x):
-        return self.head(self.own(self.linear(self.norm(x)))) + self.table.weight.sum()
-
-
-def train_mixed(parallel, precision):
-    """The dtypes of parameters in the forward, and the weights after a step."""
-    seen = {}
-
-    def see(name, module, *_):
-        seen.update({f"{name}.{key}": value.dtype for key, value in module.named_parameters()})
-
-    with paramp.launch_from_torch({"parallel": parallel, "precision": precision}) as context:
-        model = seeded(lambda: nn.Sequential(Mixed(), Mixed()))
-        for name in ("norm", "linear", "own", "head"):
-            model[0].get_submodule(name).register_forward_hook(functools.partial(see, name))
-        engine = engine_of(model)
-        engine.forward_backward(*own_part(context, *randn(2, 8, 8)))
-        assert engine.step().stepped
-        return seen, engine.full_state_dict()
-
-
 @on_ranks(2)
 def test_autocast_makes_no_copies_of_gathered_weights(world):
     """It would keep them until the backward. Weights are gathered as it would cast them, others in fp32."""
-    seen, weights = train_mixed(FSDP2, "bf16-mixed")
-    in_fp32 = dict.fromkeys(seen, torch.float32)
-    assert len(seen) == 7
-    assert seen == in_fp32 | {"linear.weight": torch.bfloat16}
-    copies, expected = train_mixed({"data": 2}, "bf16-mixed")
-    for name, weight in weights.items():  # each rank's gradient is rounded to bf16, their sum is not
-        assert torch.equal(weight, expected[name]), name
-    assert copies == train_mixed(FSDP2, "32-true")[0] == in_fp32
+    found = []
+    for parallel in (FSDP2, {"data": 2}):
+        seen = set()
+        with paramp.launch_from_torch({"parallel": parallel, "precision": "bf16-mixed"}) as context:
+            model = seeded(lambda: nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))))
+            for layer in model[0]:
+                layer.register_forward_hook(lambda one, *_, seen=seen: seen.add((type(one), one.weight.dtype)))
+            engine = engine_of(model)
+            engine.forward_backward(*own_part(context, *randn(2, 8, 8)))
+            assert engine.step().stepped
+            found.append((seen, engine.full_state_dict()))
+    (gathered, weights), (copies, expected) = found
+    assert gathered == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.bfloat16)}
+    assert copies == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.float32)}
+    assert_same_tensors(weights, expected)  # each rank's gradient is rounded to bf16, their sum is not
 
 
 @pytest.mark.parametrize("data", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp4", "hsdp2x2"])

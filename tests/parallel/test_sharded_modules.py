@@ -4,15 +4,14 @@ import functools
 
 import pytest
 import torch
-from beside_plain import assert_weights, randn, seeded, train_both
+from beside_plain import randn, seeded, train_both
 from families import cases, family
 from pool import on_ranks, run_on_ranks
-from small_engines import engine_of, own_part
+from small_engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 
 import paramp
-from paramp.models.resnet import ResNet, ResNetConfig
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
@@ -60,12 +59,6 @@ class Carrying(Transposing):
     wrap, unwrap = Carrier, staticmethod(lambda carrier: carrier.hidden)
 
 
-class Beside(Transposing):
-    """It also returns a tensor that nothing uses."""
-
-    wrap, unwrap = staticmethod(lambda x: (x.sum(), Carrier(x))), staticmethod(lambda pair: pair[1].hidden)
-
-
 class InPlace(Blocks):
     """It changes what its blocks return in place."""
 
@@ -80,10 +73,6 @@ class InPlace(Blocks):
 
 class InPlaceOfObjects(InPlace):
     kind = Carrying
-
-
-class InPlaceBeside(InPlace):
-    kind = Beside
 
 
 class Looked(Blocks):
@@ -155,7 +144,7 @@ def follow(world, build, parallel, steps=3, plan=None, optimizer=sgd, **options)
         train_both(context, engine, plain, given, optimizer=optimizer, **{"rtol": 1e-5} | options)
 
 
-@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, InPlaceBeside, Looked, Twice])
+@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, Looked, Twice])
 @on_ranks(2)
 def test_blocks_may_be_called_in_any_way(world, build):
     """Also one that returns an object: without a hook on its tensors the backward reads parameters that were freed."""
@@ -167,7 +156,8 @@ def test_blocks_may_be_called_in_any_way(world, build):
 @on_ranks(4)
 def test_stages_of_one_rank_may_use_parameters_of_the_model_itself(world, schedule):
     """Rank 0 has the first and the third stage."""
-    follow(world, Held, FSDP2 | {"pipeline": {"size": 2, "schedule": schedule, "microbatches": 4}})
+    pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
+    follow(world, Held, {"data": {"shard": 2, "prefetch": 1}, "pipeline": pipeline})
 
 
 LAYOUTS = {
@@ -202,23 +192,3 @@ def test_weights_of_a_block_that_is_not_called_are_an_error(world):
         with pytest.raises(RuntimeError, match="DTensor") as raised:
             engine.forward_backward(x, x)
         assert "gathered while it is called" in raised.value.__notes__[0]
-
-
-def train_images(parallel):
-    with paramp.launch_from_torch({"parallel": parallel, "precision": "O2"}) as context:
-        model = seeded(ResNet, ResNetConfig(num_classes=4, depths=(2, 2), width=8, small_images=True))
-        engine = engine_of(model, F.cross_entropy, sgd)
-        for step in range(3):
-            loss = engine.forward_backward(*own_part(context, randn(8, 3, 8, 8, seed=step), torch.arange(8) % 4))
-            assert engine.step().stepped
-            engine.zero_grad()
-        return loss.item(), engine.full_state_dict()
-
-
-@on_ranks(2)
-def test_batch_norms_in_fp32_train_as_beside_whole_copies(world):
-    """Each data rank normalizes its part of the batch, sharded or not."""
-    expected_loss, expected = train_images({"data": 2})
-    loss, actual = train_images(FSDP2)
-    assert loss == pytest.approx(expected_loss, rel=1e-3)
-    assert_weights(actual, expected, atol=2e-3, rtol=2e-3)

@@ -20,13 +20,6 @@ def test_join_undoes_split(parts):
     assert torch.equal(x.grad, weights)
 
 
-def test_slices_are_aligned_wherever_they_begin():
-    weight = randn(8, 3)  # a slice of two rows has 24 bytes
-    assert all(one.data_ptr() % 64 == 0 for one in split(weight, 4, 0))
-    (alias,) = fan_out(weight[1:], 1, None)
-    assert alias.data_ptr() % 64 == 0
-
-
 def test_aliases_get_the_trees_sum():
     x = randn(5).requires_grad_()
     a, b, c, d = fan_out(x, 4, None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import assert_gradients, assert_weights, randn, seeded, train_both
+from beside_plain import assert_weights, randn, seeded, train_both
 from counting import Collectives
 from pool import on_ranks
 from reference import batches, small_gpt
@@ -12,13 +12,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
-from paramp.parallel.tensor.linear import PackedColwise
-from paramp.parallel.tensor.plan import resolve_plan
-
-
-def test_later_entries_of_a_plan_win():
-    found = resolve_plan({"*.qkv": "colwise", "1.qkv": "rowwise"}, ["0.qkv", "0.out", "1.qkv", "1.out"])
-    assert {name: type(style).__name__ for name, style in found.items()} == {"0.qkv": "Colwise", "1.qkv": "Rowwise"}
 
 
 class Halves(nn.Module):
@@ -89,35 +82,6 @@ def test_hooks_and_attributes_of_parameters_hold_in_every_layout(world, precisio
             assert {parameter.called for parameter in stepped} <= set(plain.state_dict())
             found = {name: value.double() for name, value in engine.full_state_dict().items()}
             assert_weights(found, plain.state_dict(), atol=1e-12 if precision == "64-true" else 2e-2)
-
-
-class Parts(nn.Module):
-    """The product of the parts of the features, which lie one after the other, times different numbers."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.number = number
-
-    def forward(self, x):
-        parts = x.chunk(self.number, -1)
-        return torch.stack([part + index for index, part in enumerate(parts)]).prod(0)
-
-
-@on_ranks(2)
-def test_packed_parts_are_sharded_one_by_one_and_a_plain_style_mixes_them_up(world):
-    x = randn(2, 4)
-
-    def loss(number, style):
-        model = nn.Sequential(nn.Linear(4, 4 * number), Parts(number), nn.Linear(4, 4))
-        expected = F.mse_loss(model(x), x).item()
-        return engine_of(model, plan={"0": style, "2": "rowwise"}).forward_backward(x, x).item(), expected
-
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        for number, style in ((2, "packed_colwise_2"), (3, "packed_colwise_3"), (4, PackedColwise(4)), (1, "colwise")):
-            actual, expected = seeded(loss, number, style)
-            assert actual == pytest.approx(expected, rel=1e-5)
-        actual, expected = seeded(loss, 3, "colwise")
-        assert actual != pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -197,26 +161,3 @@ def test_masks_of_gradients_mean_the_same_for_every_kind_of_layer(world):
             engine = engine_of(masked(), model.loss)
             engine.forward_backward(x, y)
             assert engine.step().grad_norm == pytest.approx(norm, rel=1e-12), parallel
-
-
-@on_ranks(2)
-def test_hooks_and_attributes_of_a_model_on_meta_hold(world):
-    def build():
-        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
-
-    def add(model):
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda gradient: gradient * (torch.arange(gradient.shape[0]) % 2 == 0).sum())
-            parameter.called = name
-        return model
-
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        with torch.device("meta"):
-            model = build()
-        engine = engine_of(add(model), plan={"0": "colwise", "1": "rowwise"})
-        plain, x = add(build()), torch.ones(2, 4)
-        plain.load_state_dict(engine.full_state_dict())
-        F.mse_loss(plain(x), x).backward()
-        engine.forward_backward(x, x)
-        assert all(parameter.called == name for name, parameter in engine.named_parameters())
-        assert_gradients(engine, plain)

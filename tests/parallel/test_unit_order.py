@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 import paramp
 import paramp.parallel.fsdp.unit_order as module
-from paramp.parallel.fsdp.unit_order import END, UnitOrder
+from paramp.parallel.fsdp.unit_order import UnitOrder
 
 
 class Blocks(nn.Module):
@@ -131,27 +130,6 @@ def test_a_block_that_one_rank_runs_once_more_and_a_backward_that_one_leaves_out
 
 
 @on_ranks(2)
-def test_a_rank_that_nobody_answers_raises_after_the_timeout(world):
-    """The other one has ended its batch, and waits in what follows."""
-    with training() as trained:
-        order = trained.engine._stages._units._order
-        for run in ("first", "known"):
-            order.begin(backward=False)
-            order.check(3)
-            if run == "known" and world.rank:
-                # Not before: the others may be slow.
-                trained.context.config = replace(trained.context.config, hang_timeout=1)
-                posts = []
-                for _ in range(2):  # it cannot go on
-                    with pytest.raises(RuntimeError, match=r"rank 1 .* is at the forward of 'blocks.2', where all"):
-                        order.check(6)
-                    posts.append(order._num_posts)
-                assert posts[0] == posts[1]
-                break
-            order.check(END)
-
-
-@on_ranks(2)
 def test_blocks_that_all_ranks_choose_alike_train(world):
     """Orders that part again and again, more of them than are remembered."""
     choose = torch.Generator().manual_seed(3)
@@ -171,6 +149,32 @@ def test_known_orders_need_no_messages(world):
             trained.step()
             trained.engine.evaluate(*trained.part)
     assert len(posts) == before > 0
+
+
+@on_ranks(2)
+def test_without_a_loss_the_step_raises_and_changes_nothing(world):
+    """Each of the orders is known. Blocks 1 and 2 have equal shapes: unnoticed, ranks would compute with halves."""
+    orders = [0, 1, 3], [0, 2, 3]
+    with training() as trained:
+        for order in orders:
+            trained.step(order)
+        trained.engine.module.order = orders[world.rank]
+        trained.engine.forward_backward(*trained.part, return_loss=False)
+        with pytest.raises(RuntimeError, match="data ranks ran different blocks of the model"):
+            trained.engine.step()
+        assert_weights(trained.engine.full_state_dict(), trained.plain.state_dict(), atol=1e-6)
+
+
+@on_ranks(2)
+def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
+    """The forward of the first block begins to gather the second, which the evaluation leaves out."""
+    with training(prefetch=1) as trained:
+        trained.engine.module.order = [0, 2, 3]
+        trained.engine.evaluate(*trained.part)
+        with torch.no_grad():
+            for parameter in (*trained.engine.parameters(), *trained.plain.parameters()):
+                getattr(parameter, "_local_tensor", parameter).mul_(2.0)
+        trained.step()
 
 
 @pytest.mark.parametrize("replicate", [1, 2])

@@ -4,7 +4,7 @@ A claim is a sentence with a word of :data:`WORDS` or a number, outside of code;
 its first row. The list has a table for each page, and in it a line for each claim, with what shows it:
 
     ["docs/scaler.md"]
-    "Every rank takes the same decision." = ["optim/test_loss_scaler::test_every_rank_takes_one_decision"]
+    "Every rank takes the same decision." = ["scaling/test_loss_scaler::test_every_rank_takes_one_decision"]
 
 That are tests (``file::function``, the file below ``tests/`` and without its ending) and programs that print the figure
 (``benchmarks/step.py``). A sentence that promises nothing has one of :data:`KINDS` in their place.

@@ -20,9 +20,9 @@ from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
 
 import paramp
-from paramp.compat import spellings
+from paramp.compat import foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
-from paramp.compat.spellings import _OPTIONS
+from paramp.compat.foreign_names import _OPTIONS
 from paramp.config.files import load
 from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
@@ -40,7 +40,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
-ALIASES = policy.ALIASES | spellings.ALIASES
+ALIASES = policy.ALIASES | foreign_names.ALIASES
 
 
 def fuzz(short: int, full: int):

@@ -5,7 +5,7 @@
         scaled_loss.backward()
     optimizer.step()
 
-Four levels define the precisions (:data:`paramp.compat.spellings.OPT_LEVELS`): O0 everything in fp32;
+Four levels define the precisions (:data:`paramp.compat.foreign_names.OPT_LEVELS`): O0 everything in fp32;
 O1 fp32 weights and casts of operations' inputs; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything
 in fp16.
 

@@ -12,7 +12,7 @@ from torch import nn
 from ....base.errors import ConfigError
 from ....precision.policy import Precision
 from ....scaling.loss_scaling import LossScaling
-from ...spellings import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
+from ...foreign_names import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from .casts import patch_registered
 from .errors import AmpError
 from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32

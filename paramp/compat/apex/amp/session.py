@@ -13,7 +13,7 @@ from torch import nn
 from ....precision.policy import Precision
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling import LossScaling
-from ...spellings import Properties
+from ...foreign_names import Properties
 from .errors import AmpError
 from .weights import AmpWeight
 

@@ -28,7 +28,7 @@ from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
 from ....parallel.stage import Stage
 from ....precision.policy import Precision
-from ...spellings import AMP_TYPE
+from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer
 
 Options = Mapping[str, Any]
