@@ -80,7 +80,8 @@ class BatchRunner:
         self._losses, self._window = losses, window
         self._failure = failure
         self._context = context
-        self._same_batches = SameBatches(context, failure.raise_alone)
+        is_split = context.stage_axis.size * context.tensor_axis.size > 1
+        self._same_batches = SameBatches(context, failure.raise_alone) if is_split else None
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -100,7 +101,8 @@ class BatchRunner:
             totals: without a backward, add the losses to it; None: compute no losses.
         """
         losses = self._losses
-        self._failure.refuse_if_alone()
+        if self._failure.is_alone:
+            self._failure.refuse()
         batch, microbatches = self._split(inputs, target, training=backward)
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
@@ -199,7 +201,7 @@ class BatchRunner:
             raise RuntimeError(WHOLE_BATCH)
         if self.pipeline is None:
             batch = Batch.called_with(args, kwargs).unwrapped()
-            self._same_batches.check(training, batch)
+            self._check_same(training, batch)
             self._weights.put_back()
             failing = self._window.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
@@ -228,7 +230,7 @@ class BatchRunner:
         except ConfigError as error:
             problem = error
         try:
-            self._same_batches.check(training, batch)
+            self._check_same(training, batch)
             if problem is None:
                 return batch, batch.split(self._num_parts(batch) if training else self.num_microbatches)
         except ConfigError as error:
@@ -236,6 +238,11 @@ class BatchRunner:
         assert problem is not None
         self._failure.record(problem)
         return batch, []
+
+    def _check_same(self, training: bool, batch: Batch) -> None:
+        """Check that all ranks of the model group were given the same batch."""
+        if self._same_batches is not None:
+            self._same_batches.check(training, batch)
 
     def _num_parts(self, batch: Batch) -> int:
         """The number of microbatches of a batch that is trained on."""
@@ -286,7 +293,8 @@ class BatchRunner:
 
         Yields a function to call before the last backward; with ``overlap`` it starts the reductions.
         """
-        self._failure.begin_batch()
+        if self._failure.is_shared:
+            self._failure.begin_batch()
         begun = not overlap
 
         def before_last_backward() -> None:
@@ -331,7 +339,7 @@ class BatchRunner:
         """
         assert self.pipeline is not None
         batch = Batch.called_with(args, kwargs)
-        self._same_batches.check(False, batch)
+        self._check_same(False, batch)
         microbatches = batch.split(self.num_microbatches)
         outputs: list[Any] = []
 

@@ -38,6 +38,7 @@ class SharedFailure:
     """The failure of this rank, until every rank has raised it. One for each engine of ``context``.
 
     Attributes:
+        is_alone: whether this rank has failed alone, while others wait for it.
         is_shared: whether failures are known only from a sum over ranks, or on a GPU; else they are raised at once.
     """
 
@@ -51,7 +52,7 @@ class SharedFailure:
         self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0
         self._own: Exception | None = None
-        self._failed_alone = False
+        self.is_alone = False
         self.find_late: Callable[[], Exception | None] = lambda: None
         """The error of this rank, None if it has none, that only the device knew of; called when ranks have failed."""
         self.kind: str | None = None
@@ -63,14 +64,14 @@ class SharedFailure:
         self._unread = False
         self.is_shared = context.world_size > 1 or device.type == "cuda"
 
-    def refuse_if_alone(self) -> None:
+    def refuse(self) -> NoReturn:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
-        if self._failed_alone:
-            raise RuntimeError("a batch failed on this rank alone, and others wait for it in the model; end the job")
+        raise RuntimeError("a batch failed on this rank alone, and others wait for it in the model; end the job")
 
     def begin_batch(self) -> None:
         """Count a batch, on every rank; raise on a rank that has failed alone."""
-        self.refuse_if_alone()
+        if self.is_alone:
+            self.refuse()
         self._num_batches += 1
 
     def record(self, error: Exception) -> None:
@@ -80,16 +81,16 @@ class SharedFailure:
 
     def raise_if_alone(self, error: Exception) -> None:
         """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
-        alone = self._failed_alone or self._context.world_size == 1 or is_lost_connection(error)
+        alone = self.is_alone or self._context.world_size == 1 or is_lost_connection(error)
         if not alone and not self._peers_failed_too():
-            self._failed_alone = alone = True
+            self.is_alone = alone = True
             error.add_note(f"paramp: other ranks of the {self._axes} did not fail, and wait for this one; end the job")
         if alone:
             raise error
 
     def raise_alone(self, error: Exception) -> NoReturn:
         """Raise ``error`` of a batch for which other ranks wait, or will wait, in collectives of it."""
-        self._failed_alone = True
+        self.is_alone = True
         raise error
 
     def take(self) -> Exception | None:

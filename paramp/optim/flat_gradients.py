@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
 from typing import TYPE_CHECKING, cast
 
@@ -172,7 +172,7 @@ class FlatGradients:
 
         The parameters' own nodes are not in its graph.
         """
-        return using(self._leaves)
+        return using(self._leaves) if self._leaves else nullcontext()
 
     @torch.no_grad()
     def _take_back(self, params: Iterable[FlatParam]) -> None:

@@ -6,14 +6,12 @@ such as ``self.query(x).view(batch, length, heads, head_size)``, then fails deep
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,30 +25,9 @@ ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|split_with_sizes)\b")
 NAMED = 4
 """The most sharded layers that a message names."""
 LIBRARIES = tuple(os.path.dirname(os.path.dirname(path)) + os.sep for path in (torch.__file__, __file__))
-Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
-def explaining_shapes(forward: Forward) -> Forward:
-    """``forward``, a method of a module that has the model as ``module``, with errors about shapes explained.
-
-    It raises a ConfigError that names the module, the plan's entry and the fix, if the module that failed has sharded
-    layers.
-    """
-
-    @functools.wraps(forward)
-    def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(self, *args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            explanation = _explanation(error, self.module)
-            if explanation is None:
-                raise
-            raise ConfigError(explanation) from error
-
-    return explaining  # type: ignore[return-value]
-
-
-def _explanation(error: Exception, model: nn.Module) -> str | None:
+def explanation(error: Exception, model: nn.Module) -> str | None:
     """What to change, for an ``error`` about shapes in a module of ``model`` with sharded layers; else None."""
     text = one_line(str(error))
     if isinstance(error, (ConfigError, torch.OutOfMemoryError)) or not ABOUT_SHAPES.search(text):

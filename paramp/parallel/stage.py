@@ -29,7 +29,7 @@ from ..precision.policy import Precision
 from ..scaling.replicas import TiedParameter
 from .fsdp.units import ShardedUnits
 from .reproducible.functions import ExactFunctions
-from .shape_errors import explaining_shapes
+from .shape_errors import explanation
 from .stage_io import StageOutput
 
 
@@ -63,12 +63,22 @@ class Stage(nn.Module):
         """The random stream for dropout, entered for the forward."""
         self.training = module.training
 
-    @explaining_shapes
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the model's inputs, on a later stage for what it received and the model's keyword inputs.
 
         A later stage ignores keywords that its module does not take.
+
+        Raises:
+            ConfigError: an error about shapes in a module with sharded layers, explained.
         """
+        try:
+            return self._output(args, kwargs)
+        except (RuntimeError, ValueError) as error:
+            if (text := explanation(error, self.module)) is None:
+                raise
+            raise ConfigError(text) from error
+
+    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         enter = partial(to_compute, precision=self.precision, device=self.device)
         if self.is_first:
             args = map_tensors(enter, args)

@@ -45,7 +45,7 @@ def test_loads_against_saves_are_each_of_one_save(tmp_path, num_savers, loads):
             saver.process.terminate()
         for found in map(outcome, savers):
             assert found["errors"] == {}
-            assert found["calls"] > 1
+            assert found["calls"] > 0
     assert not problems(path)
     assert [left.name for left in tmp_path.iterdir() if left.is_dir()] == ["saved"]
 
