@@ -19,6 +19,7 @@ from paramp import clip_grad_norm_
 from paramp.base import sizes
 from paramp.scaling import grad_norm, grad_reduce
 from paramp.scaling.grad_reduce import unscale_and_check_
+from paramp.scaling.local_norm import norm_power
 from paramp.scaling.replicas import TiedParameter
 
 LAYOUTS = {
@@ -253,3 +254,9 @@ def test_long_gradients_are_added_up_exactly(order):
         gradient[-1] = 8.0 * factor
         expected = exact_norm([gradient], order)
         assert clip_grad_norm_([with_gradient(gradient)], 1e9, order).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_blocks_of_a_long_gradient_are_added_up_in_fp64():
+    values = torch.rand(3_000_001) + 0.5
+    power = norm_power([values], [1.0], 2.0, values.device)
+    assert power.item() == pytest.approx(values.double().square().sum().item(), rel=5e-9)
