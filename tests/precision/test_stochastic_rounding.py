@@ -1,6 +1,7 @@
 """rounding="stochastic": its mean, its edges, and the same bits in every layout."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import paramp
 from paramp.base.dtensor import is_dtensor
 from paramp.compat.colossalai.amp.convert import convert_to_amp
-from paramp.precision.stochastic_rounding import BitStream, key_of, random_bits, rounded
+from paramp.precision.stochastic_rounding import BitStream, key_of, random_bits, round_state, rounded
 
 HALF = [torch.float16, torch.bfloat16]
 TIED = ["embedding.tokens.weight", "head.weight"]
@@ -188,3 +189,11 @@ def test_what_refuses_it():
     with paramp.launch_from_torch({"precision": options}):
         each_raises(paramp.ConfigError, calls)
     assert paramp.Config(precision="O2", rounding="nearest").precision.rounding == "nearest"
+
+
+def test_the_states_of_a_parameter_are_rounded_independently():
+    halfway, index = torch.full((4096,), 1 + 2.0**-8), torch.arange(4096)
+    stored = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
+    round_state(stored, [halfway] * 3, lambda word: random_bits(index, word, torch.tensor(3)))
+    for one, other in itertools.combinations(stored, 2):
+        assert (one == other).float().mean().item() == pytest.approx(0.5, abs=0.05)
