@@ -22,7 +22,15 @@ from paramp.compat.colossalai.logging import disable_existing_loggers, get_dist_
 from paramp.compat.colossalai.nn.lr_scheduler import LinearWarmupLR
 from paramp.compat.colossalai.nn.metric import Accuracy
 from paramp.compat.colossalai.trainer import Trainer, hooks
-from paramp.compat.colossalai.utils import MultiTimer, get_dataloader, is_using_pp
+from paramp.compat.colossalai.utils import (
+    MultiTimer,
+    get_dataloader,
+    is_dp_rank_0,
+    is_no_pp_or_last_stage,
+    is_tp_rank_0,
+    is_using_pp,
+    print_rank_0,
+)
 
 BATCH, EPOCHS, CLIP = 8, 3, 0.5
 RATES = [0.5 * LR, LR, 0.5 * LR]
@@ -142,15 +150,16 @@ def test_the_examples_of_the_trainer(world, layout):
 
 @on_ranks(2)
 def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
-    """One epoch, then two in new objects: bit for bit as in one run, the schedule included."""
-    folder = shared_folder()
-    whole, metrics, _ = fit()
-    fit(epochs=1, hook=hooks.SaveCheckpointHook(checkpoint_dir=str(folder)))
-    assert [one.name for one in folder.iterdir()] == ["epoch0"]
+    """Two epochs, then one in new objects: bit for bit as in one run, the schedule included."""
+    folder, others = shared_folder(), shared_folder()
+    whole, metrics, _ = fit(hook=hooks.SaveCheckpointHook(2, str(others)))
+    assert sorted(one.name for one in others.iterdir()) == ["epoch0", "epoch2"]
+    fit(epochs=2, hook=hooks.SaveCheckpointHook(checkpoint_dir=str(folder)))
+    assert sorted(one.name for one in folder.iterdir()) == ["epoch0", "epoch1"]
     again, last, _ = fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=str(folder)))
     with pytest.raises(FileNotFoundError, match="epoch7"):
         fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=str(folder), epoch=7))
-    assert last == metrics[1:]
+    assert last == metrics[2:]
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
@@ -175,6 +184,19 @@ def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
         assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (7, 2, 7)
         x, _ = in_batches(BATCH)[0]
         assert torch.equal(trainer.predict(x), model(x))
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
+@on_ranks(2)
+def test_ranks_know_their_places(world, axis):
+    with colossalai.launch_from_torch(config={"parallel": {axis: 2}}, verbose=False):
+        first, last = world.rank == 0, world.rank == 1
+        assert is_dp_rank_0() is (first or axis != "data")
+        assert is_tp_rank_0() is (first or axis != "tensor")
+        assert is_no_pp_or_last_stage() is (last or axis != "pipeline")
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            print_rank_0("once")
+        assert printed.getvalue() == ("once\n" if first else "")
 
 
 def test_loggers_of_others_are_quiet(monkeypatch):

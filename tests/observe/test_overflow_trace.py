@@ -136,9 +136,12 @@ class Masked(nn.Module):
         return x
 
 
-def test_infinities_of_masks_are_ignored():
+@pytest.mark.parametrize(
+    ("precision", "end"), [("32-true", ""), ("16-mixed", ", and does so without loss scaling too")]
+)
+def test_infinities_of_masks_are_ignored(precision, end):
     torch.manual_seed(0)
-    with paramp.launch_from_torch({"precision": "32-true"}):
+    with paramp.launch_from_torch({"precision": precision}):
         model = nn.Sequential(Masked(), nn.Linear(4, 4))
         engine, x = engine_of(model), torch.randn(4, 4)
         plant = Plant(engine, "0.last", 0, True, NAN)
@@ -151,7 +154,10 @@ def test_infinities_of_masks_are_ignored():
         assert engine.step().overflow
         report = engine.diagnose_overflow()
     assert (report.kind, report.origin.module) == ("backward", "0")
-    assert str(report).startswith("no scale helps: 0 produced NaN in the backward of microbatch 0")
+    first = str(report).splitlines()[0]
+    assert first.startswith("no scale helps: 0 produced NaN in the backward of microbatch 0")
+    assert first.endswith(end)
+    assert ("without loss scaling" in first) is bool(end)
 
 
 def test_overflows_outside_of_modules_are_named():

@@ -447,6 +447,18 @@ def test_a_rank_that_calls_alone_raises_in_bounded_time(world):
 
 
 @on_ranks(2)
+def test_each_call_leaves_text_in_the_store(world):
+    with distributed("ddp") as (_, model):
+        store, counts = dist.distributed_c10d._get_default_store(), []
+        for call in (lambda: None, lambda: paramp.check_replicas(model), lambda: paramp.check_replicas(model)):
+            call()
+            dist.barrier()
+            counts.append(store.num_keys())
+            dist.barrier()
+        assert counts[0] < counts[1] < counts[2]
+
+
+@on_ranks(2)
 def test_a_batch_that_fails_on_one_rank_is_reported_on_every_rank(world):
     with distributed("ddp") as (_, model):
         batch = batches(1)[0] if world.rank == 0 else {"x": torch.ones(1, 3), "y": torch.ones(1, 4)}

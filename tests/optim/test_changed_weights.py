@@ -16,7 +16,7 @@ from torch import nn
 
 import paramp
 from paramp.compat.apex import amp
-from paramp.optim.changes.in_place import ChangedWeights
+from paramp.optim.changes.in_place import ChangedWeights, _Sample
 
 RATE = 2.0**-12
 HALF = {"precision": {"mode": "16-naive", "init_scale": 4.0}}
@@ -146,6 +146,41 @@ def test_the_sample_goes_round_each_parameter_in_256_steps_or_as_many_as_it_has_
                 weight[element] = 0.375
                 train_step(engine, torch.ones(1, WIDTH))
         assert found == [repr(name)]
+
+
+@pytest.mark.real_sizes
+def test_the_sample_has_64_of_every_16384_elements_and_all_in_256_steps():
+    """The rows that it looks at, found by edits: of each binary digit of a row's number, in the rows that have it."""
+    with paramp.launch_from_torch(HALF):
+        (buffer,) = linear()._weights.buffers
+        sample, rows = _Sample(buffer), buffer.weights.view(-1, 64)
+        numbers, kept = torch.arange(len(rows)), rows.clone()
+        seen = torch.zeros(256, math.ceil(WIDTH**2 / 16_384), dtype=torch.int64)
+        for digit in range(10):
+            rows[numbers >> digit & 1 == 1, 0] = 2.0
+            for step in range(256):
+                seen[step] += sample.changed_rows(step) << digit
+            rows.copy_(kept)
+        assert (seen // 256).unique(dim=0).tolist() == [[0, 1, 2]]  # one of every 256 in each step
+        assert seen.unique().tolist() == [*range(WIDTH**2 // 64)]
+        for element in range(64):
+            rows[:, element] = 2.0
+            assert sample.changed_rows(0).all(), element
+            rows.copy_(kept)
+
+
+@pytest.mark.parametrize("way", ["full_state_dict", "save"])
+def test_an_edit_that_nothing_has_found_yet_is_in_the_state_and_in_a_checkpoint(tmp_path, way):
+    with paramp.launch_from_torch(HALF):
+        engine = linear()
+        step(engine)
+        expected = engine.full_state_dict()["weight"].clone()
+        flat(engine)[UNSEEN] = expected.view(-1)[UNSEEN] = 0.375
+        if way == "save":
+            engine.save(tmp_path / "edited")
+            engine = linear()
+            engine.load(tmp_path / "edited")
+        assert engine.full_state_dict()["weight"].equal(expected)
 
 
 def test_not_a_number_is_no_change():

@@ -80,6 +80,7 @@ def test_what_rounding_costs_moments_of_normal_gradients():
     exact, nearest, stochastic = moments(0.999, 6000, 2)
     ratios = nearest.mean(1) / exact.mean(1)
     assert 1.4 < ratios.min() < ratios.max() < 2.2, ratios
+    assert ratios.mean() == pytest.approx(1.7, abs=0.1)
     assert stochastic.mean() / exact.mean() == pytest.approx(1, abs=0.005)
     assert noise(exact, stochastic) == pytest.approx(0.043, abs=0.004)
     assert (exact.std(1) / exact.mean(1)).mean() == pytest.approx(0.032, abs=0.003)

@@ -1,6 +1,7 @@
 """Batches of several inputs, in tuples and mappings, and outputs with names, against plain torch."""
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -127,6 +128,47 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world):
         shift = torch.full((8, 1), 2.0)
         shown = engine(x, (left, right), shift=shift)
         torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
+
+
+@dataclass
+class Pair:
+    half: torch.Tensor
+    double: torch.Tensor
+
+
+def model_output(half, double):
+    return pytest.importorskip("transformers.utils").ModelOutput(half=half, double=double)
+
+
+OUTPUTS = {
+    "tensor": (lambda half, _: half, lambda output: (output, None)),
+    "tree": (lambda half, double: ({"half": half}, [double]), lambda output: (output[0]["half"], output[1][0])),
+    "dataclass": (Pair, lambda output: (output.half, output.double)),
+    "ModelOutput": (model_output, lambda output: (output["half"], output.double)),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_the_criterion_gets_each_kind_of_output_in_fp32_and_fp64_as_it_is(kind):
+    make, parts = OUTPUTS[kind]
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            self.half = super().forward(x)
+            return make(self.half, self.half.detach().double() / 3)
+
+    def criterion(output, _):
+        half, double = parts(output)
+        assert half.dtype is torch.float32
+        assert torch.equal(half, model.half.float())
+        assert double is None or torch.equal(double, model.half.double() / 3)
+        return half.sum()
+
+    with paramp.launch_from_torch({"precision": "16-naive"}):
+        model = Model(4, 4)
+        engine = engine_of(model, criterion)
+        engine.forward_backward(randn(2, 4), randn(2, 4))
+        assert model.half.dtype is torch.float16
 
 
 class Weighted(NamedTuple):

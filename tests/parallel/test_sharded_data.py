@@ -11,6 +11,7 @@ from pool import on_ranks
 from reference import small_gpt
 from small_engines import assert_same_tensors, engine_of, own_part
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import paramp
@@ -75,6 +76,32 @@ def test_autocast_makes_no_copies_of_gathered_weights(world):
     assert gathered == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.bfloat16)}
     assert copies == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.float32)}
     assert_same_tensors(weights, expected)  # each rank's gradient is rounded to bf16, their sum is not
+
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "linear", "batch_norm"),
+    [("16-naive", FP16, FP16), ("bf16-naive", BF16, BF16), ("O2", FP16, FP32), ("fp8-mixed", FP32, FP32)],
+)
+@on_ranks(2)
+def test_a_mode_gathers_weights_in_its_dtype(world, precision, linear, batch_norm):
+    """The batch norms of O2 are gathered in fp32, each as a unit of its own. Shards are fp32 throughout."""
+    seen = {}
+    with paramp.launch_from_torch({"parallel": FSDP2, "precision": precision}) as context:
+        layers = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)))
+        for name, layer in layers.named_children():
+            layer.register_forward_hook(
+                lambda one, *_, name=name: seen.update({name: (one.weight.dtype, [*one.weight.shape])})
+            )
+        engine = engine_of(layers)
+        assert isinstance(layers[1], FSDPModule) is (precision == "O2")
+        assert ("Float8" in type(layers[0]).__name__) is (precision == "fp8-mixed")
+        engine.forward_backward(*own_part(context, randn(32, 16), randn(32, 16)))
+        assert engine.step().stepped
+        assert {one.dtype for group in engine.optimizer.param_groups for one in group["params"]} == {FP32}
+    assert seen == {"0": (linear, [32, 16]), "1": (batch_norm, [32]), "2": (linear, [16, 32])}
 
 
 @pytest.mark.parametrize("data", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp4", "hsdp2x2"])

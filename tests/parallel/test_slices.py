@@ -28,6 +28,14 @@ def test_aliases_get_the_trees_sum():
     assert torch.equal(x.grad, expected.expand(5))
 
 
+def test_the_gradient_of_an_fp16_input_is_added_in_fp32_and_rounded_once():
+    x = torch.ones(5, dtype=torch.float16).requires_grad_()
+    factors = (1.0, 2.0**-11, 2.0**-11, 0.0)
+    sum(alias * factor for alias, factor in zip(fan_out(x, 4, None), factors, strict=True)).sum().backward()
+    assert x.grad.dtype is torch.float16
+    assert x.grad.tolist() == [1 + 2.0**-10] * 5  # in fp16 each addition would be lost
+
+
 def test_terms_are_added_in_fp32_and_rounded_once():
     terms = [torch.tensor([1.0]).half(), torch.tensor([2.0**-11]).half(), torch.tensor([2.0**-11]).half()]
     total = sum_slices(terms, None)

@@ -1,6 +1,8 @@
 """Linear layers in float8: which, what they compute, in every layout, and that no overflow hides in a cast."""
 
+import contextlib
 import copy
+import io
 import sys
 import types
 from dataclasses import dataclass, replace
@@ -388,6 +390,15 @@ with paramp.launch_from_torch({"precision": "fp8-mixed"}) as context:
         "paramp: 1 linear layers compute in float8 with tensorwise scales; not 1 (a size is not a mu"
     )
     assert "emulated: a CPU has no float8 products" in line
+
+
+@on_ranks(2)
+def test_only_the_main_rank_says_which_layers_are_converted(world):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, paramp.launch_from_torch({"precision": "fp8-mixed"}):
+        engine_of(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 30)))
+    lines = [line for line in printed.getvalue().splitlines() if "compute in float8" in line]
+    assert len(lines) == (1 if world.rank == 0 else 0)
+    assert all("emulated: a CPU has no float8" in line and "not 1 (a size is not a mu" in line for line in lines)
 
 
 @pytest.mark.parametrize(("capability", "emulated"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])

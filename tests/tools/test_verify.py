@@ -345,11 +345,13 @@ def test_distances_equal_hand_arithmetic():
     assert {mode: rounding(Precision.parse(mode)) for mode in units} == {mode: 2.0**x for mode, x in units.items()}
 
 
-def record_of(start, gradient, after_first, end, losses=(1.0,)):
+def record_of(start, gradient, after_first, end, losses=(1.0,), outputs=()):
     """That of a rank, by hand; a value of each tensor by name."""
     tensors = {"start": start, "gradient": gradient, "after_first": after_first, "end": end}
     each = {"losses": [*losses], "grad_norms": [1.0] * len(losses), "skipped": [False] * len(losses)}
-    return RankRecord(batch_rank=0, tensor_rank=0, trained=[*start], **each, **tensors)
+    calls = [{"module": "layer", "microbatch": 0, "call": 0, "tensors": [one]} for one in outputs]
+    names = {"trained": [*start], "modules": ["layer"] if outputs else []}
+    return RankRecord(batch_rank=0, tensor_rank=0, activations=calls, **names, **each, **tensors)
 
 
 ALLOWED = {  # units of the first step, of its loss, and of weights after it, as on the page
@@ -368,15 +370,17 @@ def test_what_is_allowed(mode):
     unit, (first, loss, later) = rounding(config.precision), ALLOWED[mode]
 
     def record(**factors):
-        values = dict.fromkeys(("gradient", "step", "weights", "first loss", "later loss"), 1.0) | factors
+        values = dict.fromkeys(("forward", "gradient", "step", "weights", "first loss", "later loss"), 1.0) | factors
         tensors = {
             key: {"layer.weight": torch.full((2, 2), value, dtype=torch.float64)} for key, value in values.items()
         }
         start = {"layer.weight": torch.zeros(2, 2).double()}
         losses = values["first loss"], values["later loss"]
-        return record_of(start, tensors["gradient"], tensors["step"], tensors["weights"], losses)
+        outputs = [*tensors["forward"].values()]
+        return record_of(start, tensors["gradient"], tensors["step"], tensors["weights"], losses, outputs)
 
-    limits = {"gradient": first * unit, "step": first * unit, "weights": later * unit, "later loss": later * unit}
+    limits = dict.fromkeys(("forward", "gradient", "step"), first * unit)
+    limits |= dict.fromkeys(("weights", "later loss"), later * unit)
     for what, limit in (limits | {"first loss": loss * max(unit, 2.0**-24)}).items():
         for part in (0.8, 1.2):
             other = record(**{what: 1.0 + part * limit})
