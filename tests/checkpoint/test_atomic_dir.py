@@ -180,8 +180,12 @@ def test_only_checkpoints_and_their_remains_are_replaced(tmp_path):
         assert not problems(path)
 
 
-def test_a_file_that_the_first_rank_does_not_see_is_an_error(folder):
+@pytest.mark.parametrize("seen", [None, b"of"])
+def test_a_file_that_the_first_rank_does_not_see_is_an_error(folder, seen):
+    """Not at all, or not yet whole."""
     partial = (folder / "step-00000007").rename(folder / "step-00000008.partial-00000001")
+    if seen is not None:
+        (partial / "rank-00001.safetensors").write_bytes(seen)
     files = listed(partial) | {"rank-00001.safetensors": Written(3, "0" * 64)}
     message = r"rank-00001.safetensors' was written by another rank, but is not visible on rank 0; all machines have to"
     with pytest.raises(CheckpointError, match=message):
