@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..base.coerce import build, user_path
+from ..base.coerce import build, keys, user_path
 from ..base.errors import ConfigError, one_line, shown
 from ..precision.policy import FOREIGN_NAMES, Precision
 from .schema import Config
@@ -69,8 +69,13 @@ def read_file(path: str | Path) -> dict[str, Any]:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
         # Colossal-AI's own config files are modules whose names are the keys.
-        plain = (Mapping, str, int, float, list, tuple, enum.Enum, Precision)
-        names = {key: value for key, value in names.items() if isinstance(value, plain) and not key.startswith("_")}
+        plain = (Mapping, str, int, float, list, tuple, Precision)
+        names = {
+            key: value
+            for key, value in names.items()
+            if isinstance(value, plain) or (isinstance(value, enum.Enum) and key in (*keys(Config), "fp16"))
+            if not key.startswith("_")
+        }
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 tree = names.pop(name)

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
@@ -198,17 +197,14 @@ class Departures:
         except LOST:
             return "the store of this launch has ended, with rank 0 or the launcher, whichever hosts it"
 
-    def raise_named(self, function: str, error: Exception) -> NoReturn:
-        """Raise ``error`` of the public ``function``; if it is of a lost connection, one that names who has left.
+    def explained(self, function: str, error: Exception) -> RuntimeError | None:
+        """For ``error`` of the public ``function``, if it is of a lost connection: one that names who has left first.
 
         Every rank calls the function equally often, so a rank that has left in order was given fewer batches, or has
         left its loop early.
         """
         text = self.cause_of(error)
-        if not text:
-            raise error
-        hint = f"; {SAME_CALLS}" if IN_ORDER in text else ""
-        raise RuntimeError(f"{function}: {text}{hint}") from error
+        return RuntimeError(f"{function}: {text}{f'; {SAME_CALLS}' if IN_ORDER in text else ''}") if text else None
 
     def gather(self, name: str, function: str) -> None:
         """Wait until every rank has come here for the public ``function``; ``name``: of this time, on every rank.

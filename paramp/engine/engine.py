@@ -54,7 +54,9 @@ def _on_every_rank(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self.context.departures.raise_named(method.__name__, error)
+            if (explained := self.context.departures.explained(method.__name__, error)) is None:
+                raise
+            raise explained from error
 
     return cast(Method, wrapper)
 

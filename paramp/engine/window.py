@@ -113,7 +113,7 @@ class AccumulationWindow:
         self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
-        self._before = State.EMPTY  # the state before the weights were averaged
+        self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
 
     def _go(self, event: Event) -> None:
         target = TRANSITIONS[self.state][event]
@@ -141,6 +141,8 @@ class AccumulationWindow:
 
         A backward since the last call counts as a call.
         """
+        if self.state is State.AVERAGED and self._before not in (State.EMPTY, State.STEPPED):
+            self._go(Event.STEP)  # raises
         if self.state is State.CALLED:
             self._num_calls -= 1  # the last call is made again, as the window's last
             self.state = State.OPEN
@@ -190,7 +192,7 @@ class AccumulationWindow:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
         if self._num_calls == 0 or self._failed:
             # After a step, an overflow is that of a forward since then, whose backward is still to come.
-            state = self._before if self.state is State.AVERAGED else self.state
+            state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
             self._gradients.drop(overflow=state is not State.STEPPED)
             self._losses.restart()
             self.batches.drop()
@@ -212,6 +214,8 @@ class AccumulationWindow:
         except Exception:
             self._failed = True
             if incomplete:
+                if self.state not in (State.BROKEN, State.AVERAGED):
+                    self._before = self.state
                 self._go(Event.BREAK)
             raise
 

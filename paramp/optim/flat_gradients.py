@@ -172,7 +172,9 @@ class FlatGradients:
 
         The parameters' own nodes are not in its graph.
         """
-        return using(self._leaves) if self._leaves else nullcontext()
+        # Without leaves too, activations such as sharded logits keep their local tensors in it.
+        used = bool(self._leaves) or self._context.tensor_axis.size > 1
+        return using(self._leaves) if used else nullcontext()
 
     @torch.no_grad()
     def _take_back(self, params: Iterable[FlatParam]) -> None:

@@ -347,6 +347,9 @@ def learn_of_a_count_late(world, layout):
         unit._checked = lambda count: unit._checked_on_device(torch.as_tensor(count).double())
         x, y = samples([3.0] * 8)
         last = world.size - 1
+        criterion.count = math.nan if world.rank == last else RIGHT
+        with pytest.raises(ValueError, match=rf"a count of nan on rank {last} \("):
+            engine.evaluate(*own_part(context, x, y))
         for wrong, text in ((math.nan, "nan"), (-3, "-3"), (2.0**54, r"1\.80144e\+16")):
             before = engine.full_state_dict()
             criterion.count = wrong if world.rank == last else RIGHT

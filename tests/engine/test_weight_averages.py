@@ -126,6 +126,10 @@ def follow(world, number):
         assert_same_tensors(engine.full_state_dict(), weights)
         with pytest.raises(KeyError), engine.ema.applied():
             raise KeyError
+        engine.forward_backward(x, y)
+        with engine.ema.applied(), pytest.raises(RuntimeError, match="applied"):
+            engine.flush()
+        engine.zero_grad()
         assert_same_tensors(engine.full_state_dict(), weights)
         run.steps(1, seed=4)
         assert engine.check_replicas() == []

@@ -129,6 +129,7 @@ class CountUnit:
         Raises:
             ValueError: the count is invalid.
         """
+        self.is_used = True  # also by an evaluation, whose counts may be invalid
         dtype = torch.promote_types(loss[0].dtype, torch.float32)  # which the unit does not overflow
         return loss[0].to(dtype) / self.value.to(dtype), self._checked(loss[1]) / self.value
 
