@@ -148,7 +148,8 @@ REFERENCES = {
 @family
 @pytest.mark.parametrize(("task", "layout"), cases("reproducible uses", USES, PART_OF_USES, 5))
 def test_other_uses_have_the_same_bits(task, layout):
-    steps = 6 if task == "gpt, counted" else 5 if task.startswith("small gpt") else 4 if task.startswith("gpt, ") else 3
+    late = task in ("gpt, counted", "gpt, flushed")  # whose first steps overflow more often
+    steps = 6 if late else 5 if task.startswith("small gpt") else 4 if task.startswith("gpt, ") else 3
     mode = "16-mixed" if "gpt, " in task else "32-true"
     expected = reference(REFERENCES.get(task, task), mode, steps)
     assert expected["steps"][-1][-1]  # the last step is made
