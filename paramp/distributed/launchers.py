@@ -17,6 +17,7 @@ from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
+from ..exact.cublas import choose_workspace
 from .context import ParallelContext, current_context, required_context
 from .dtensors_over_gloo import gather_dtensors_over_gloo
 from .failures import report_once
@@ -24,7 +25,6 @@ from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
-from .reproducible.cublas import choose_workspace
 
 expect("torch.distributed.distributed_c10d")
 

@@ -15,6 +15,7 @@ from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
 from ..distributed.context import ParallelContext
 from ..distributed.liveness import BATCH
+from ..exact.chunks import ChunkRun
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..observe.same_data import SameBatches
@@ -27,7 +28,6 @@ from .compute_context import ComputeContext
 from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
 from .evaluation import evaluation_mode, is_loader, run_loader
 from .losses import LossTotals, WindowLosses
-from .reproducible.chunks import ChunkRun
 from .shared_failure import SharedFailure
 from .window import AccumulationWindow
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor
 from ..distributed.context import ParallelContext, current_context
-from ..parallel.reproducible.functions import ExactFunctions
+from ..exact.functions import ExactFunctions
 from ..precision.autocast import computing, widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16

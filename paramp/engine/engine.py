@@ -22,6 +22,7 @@ from ..base.spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
 from ..distributed.liveness import BATCH
+from ..exact.setup import chunk_run
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import WindowBatches
@@ -34,7 +35,6 @@ from ..scaling.overflow_report import OverflowReport
 from .batch_runner import BatchRunner
 from .criterion import Criterion, Loss, OwnLoss
 from .losses import WindowLosses
-from .reproducible.setup import chunk_run
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks

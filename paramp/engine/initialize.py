@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
+from ..exact import setup as exact
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
@@ -31,7 +32,6 @@ from . import model_setup as setup
 from .criterion import Criterion
 from .engine import Engine
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
-from .reproducible import setup as exact
 from .state.model_tensors import ParamChunks
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.axes import broadcast_replicas
 from ..distributed.context import ParallelContext, get_context
 from ..distributed.mesh_roles import BATCH
+from ..exact.setup import apply_styles
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
@@ -47,7 +48,6 @@ from ..precision.policy import Precision
 from ..scaling.replicas import TiedParameter
 from .compute_context import ComputeContext
 from .engine import Engine
-from .reproducible.setup import apply_styles
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

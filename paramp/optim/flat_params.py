@@ -30,6 +30,8 @@ from torch import nn
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.context import ParallelContext
+from ..exact.chunk_gradients import ChunkGradients
+from ..exact.sharded_chunks import ShardedChunkGradients
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
@@ -40,8 +42,6 @@ from .flat_gradients import FlatGradients
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .reproducible.chunk_gradients import ChunkGradients
-from .reproducible.sharded_chunks import ShardedChunkGradients
 from .sharded_gradients import ShardedGradients, Units
 from .zero import gather_weights
 

@@ -24,11 +24,11 @@ from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
 from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
+from ..exact.functions import ExactFunctions
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from ..scaling.replicas import TiedParameter
 from .fsdp.units import ShardedUnits
-from .reproducible.functions import ExactFunctions
 from .shape_errors import explanation
 from .stage_io import StageOutput
 

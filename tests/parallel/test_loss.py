@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import paramp
-from paramp.distributed.reproducible.place import Place
-from paramp.parallel.reproducible.loss import cross_entropy
+from paramp.exact.loss import cross_entropy
+from paramp.exact.place import Place
 from paramp.parallel.tensor.loss import vocab_parallel_loss
 
 PLACE = Place(seed=0, chunk=1, slices=8)

@@ -1,6 +1,6 @@
 """A GPT for `python -m paramp verify --exact`, with a fault of one ulp on one rank, which the key FAULT names.
 
-FAULT is a table: ``kind`` (as in :data:`paramp.tools.verify.exact.trace.KINDS`), ``rank``, ``name`` (of a module or a
+FAULT is a table: ``kind`` (as in :data:`paramp.exact.verify.trace.KINDS`), ``rank``, ``name`` (of a module or a
 parameter), and ``nth``, the forward of that rank in which it is, or for what a step changes the step.
 """
 
@@ -18,7 +18,7 @@ from verified import gpt
 import paramp
 from paramp.base.dtensor import local
 from paramp.engine.engine import Engine
-from paramp.optim.reproducible.chunk_gradients import ChunkGradients
+from paramp.exact.chunk_gradients import ChunkGradients
 
 INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

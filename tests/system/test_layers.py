@@ -9,6 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "paramp"
 
 PARTS = {
+    "exact",
     "base",
     "scaling",
     "precision",
@@ -26,13 +27,14 @@ ALLOWED = {
     "scaling": {"base"},
     "precision": {"base", "scaling"},
     "config": {"base", "precision"},
-    "distributed": {"base", "scaling", "config"},
+    "distributed": {"base", "scaling", "config", "exact"},
     "data": {"base", "distributed"},
-    "parallel": {"base", "scaling", "precision", "config", "distributed"},
-    "optim": {"base", "scaling", "precision", "config", "distributed"},
+    "parallel": {"base", "scaling", "precision", "config", "distributed", "exact"},
+    "optim": {"base", "scaling", "precision", "config", "distributed", "exact"},
     "checkpoint": {"base", "distributed"},
     "models": {"base", "parallel", "distributed"},
     "observe": {"base", "scaling", "config", "distributed", "parallel", "optim"},
+    "exact": PARTS,
     "engine": PARTS - {"engine"},
     "compat": PARTS | {"models"},
     "integrations": PARTS | {"models", "compat"},

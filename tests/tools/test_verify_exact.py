@@ -14,13 +14,13 @@ from pool import run_on_ranks
 from verified import gpt
 
 from paramp.config.reproducible import Reproducible
+from paramp.exact.verify import trace
+from paramp.exact.verify.compare import compare_exactly, different
+from paramp.exact.verify.report import ExactReport
+from paramp.exact.verify.trace import Entry, Key
 from paramp.tools.cli import main
 from paramp.tools.verify import launch
 from paramp.tools.verify.activation_recorder import RankRecord
-from paramp.tools.verify.exact import trace
-from paramp.tools.verify.exact.compare import compare_exactly, different
-from paramp.tools.verify.exact.report import ExactReport
-from paramp.tools.verify.exact.trace import Entry, Key
 from paramp.tools.verify.launch import compare_runs
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.user_code import build_model

@@ -20,7 +20,7 @@ from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...base.torch_internals import take
-from ...distributed.reproducible.tree_sum import sum_over, tree_sum
+from ...exact.tree_sum import sum_over, tree_sum
 from .exchange import as_shards, local_shard
 
 if TYPE_CHECKING:

@@ -27,15 +27,15 @@ from ...distributed.local_launcher import start_processes
 from ...engine.criterion import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
+from ...exact.verify.compare import compare_exactly
+from ...exact.verify.recorder import ExactRecorder
+from ...exact.verify.report import ExactReport
+from ...exact.verify.trace import TraceWriter, read
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
 from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, RankRecord, first_gradient, own_modules
 from .compare import compare, layout_name
-from .exact.compare import compare_exactly
-from .exact.recorder import ExactRecorder
-from .exact.report import ExactReport
-from .exact.trace import TraceWriter, read
 from .options import Options, configure
 from .report import Report
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches

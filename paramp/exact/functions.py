@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...base.dtensor import is_dtensor
-from ...base.errors import ConfigError
-from ...base.torch_internals import expect, redispatch_function
-from ...distributed.reproducible.place import Place
+from ..base.dtensor import is_dtensor
+from ..base.errors import ConfigError
+from ..base.torch_internals import expect, redispatch_function
 from . import attention as products
 from . import function_names as names
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
 from .features import check_broadcast, divided_features
 from .masks import Masks
+from .place import Place
 
 expect("torch._C.DisableTorchFunction", "torch._ops")
 Call = Callable[..., Any]

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ...base.dtensor import is_dtensor
-from ...base.errors import ConfigError
-from ...base.module_surgery import replace_forward, run_within, unbound
-from ...distributed.reproducible.place import Place
-from ..tensor.exchange import Specs, as_shards, gather, local_shard, own_slice
-from ..tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
+from ..base.dtensor import is_dtensor
+from ..base.errors import ConfigError
+from ..base.module_surgery import replace_forward, run_within, unbound
+from ..parallel.tensor.exchange import Specs, as_shards, gather, local_shard, own_slice
+from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
 from .functions import unwatched
+from .place import Place
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paramp.base.errors import ConfigError
-from paramp.distributed.reproducible.place import Place
 from paramp.distributed.rng import sharded_random
-from paramp.parallel.reproducible.functions import ExactFunctions, unwatched
+from paramp.exact.functions import ExactFunctions, unwatched
+from paramp.exact.place import Place
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 DTYPES = [*INTEGERS]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pool import on_ranks, run_on_ranks
 
 from paramp.base import sizes
-from paramp.distributed.reproducible.tree_sum import SumTree, own_slice_of_sum, sum_over, sum_over_, tree_sum
+from paramp.exact.tree_sum import SumTree, own_slice_of_sum, sum_over, sum_over_, tree_sum
 
 
 def numbers(count, size=3):

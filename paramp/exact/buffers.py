@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.module_surgery import run_within
+from ..base.errors import ConfigError
+from ..base.module_surgery import run_within
 
 
 def check_buffers(stages: Mapping[int, nn.Module]) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...base import sizes
-from ...base.collectives import all_gather_shards, all_reduce_
-from ...base.torch_internals import expect
+from ..base import sizes
+from ..base.collectives import all_gather_shards, all_reduce_
+from ..base.torch_internals import expect
 
 expect("torch._foreach_add_")
 

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ...base.errors import ConfigError
-from ...base.spans import Observer
-from ...distributed.context import ParallelContext
-from ...observe.replay import WindowBatches
-from ...optim.reproducible.chunk_gradients import ChunkGradients
-from ...parallel.batches import Batch
-from ...parallel.reproducible.functions import ExactFunctions
-from ..losses import WindowLosses
-from ..shared_failure import SharedFailure
-from ..step import StepCounters
+from ..base.errors import ConfigError
+from ..base.spans import Observer
+from ..distributed.context import ParallelContext
+from ..engine.losses import WindowLosses
+from ..engine.shared_failure import SharedFailure
+from ..engine.step import StepCounters
+from ..observe.replay import WindowBatches
+from ..parallel.batches import Batch
+from .chunk_gradients import ChunkGradients
+from .functions import ExactFunctions
 from .totals import ChunkTotals
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.module_surgery import run_within
-from ...base.torch_internals import expect
-from ...distributed.reproducible.place import Place
-from ...distributed.rng import derive_seed, in_replicated_random, in_sharded_random
+from ..base.errors import ConfigError
+from ..base.module_surgery import run_within
+from ..base.torch_internals import expect
+from ..distributed.rng import derive_seed, in_replicated_random, in_sharded_random
+from .place import Place
 
 expect("torch._C._current_graph_task_id")
 

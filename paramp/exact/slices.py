@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ...distributed.reproducible.tree_sum import gathered, own_slice_of_sum, sum_over, tree_sum
+from .tree_sum import gathered, own_slice_of_sum, sum_over, tree_sum
 
 Group = dist.ProcessGroup | None
 

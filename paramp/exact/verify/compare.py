@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ....checkpoint.chunks import ranges
-from ..activation_recorder import RankRecord
-from ..compare import check_same_start, has_all, joined
+from ...checkpoint.chunks import ranges
+from ...tools.verify.activation_recorder import RankRecord
+from ...tools.verify.compare import check_same_start, has_all, joined
 from .report import Difference, ExactReport, described
 from .trace import KINDS, OF_MODULES, Entry, Key
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...base import sizes
-from ...distributed.reproducible.tree_sum import Terms, own_slice_of_sum, sum_over
-from ..param_buffer import FlatParam
-from ..sharded_gradients import UnitGradients
+from ..base import sizes
+from ..optim.param_buffer import FlatParam
+from ..optim.sharded_gradients import UnitGradients
 from .chunk_gradients import ChunkGradients, presence_of, without_absent
+from .tree_sum import Terms, own_slice_of_sum, sum_over
 
 
 class ShardedChunkGradients(ChunkGradients, UnitGradients):

@@ -9,8 +9,8 @@ from small_engines import each_raises
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launchers
-from paramp.distributed.reproducible.cublas import VARIABLE, choose_workspace
-from paramp.engine.reproducible.setup import prepare
+from paramp.exact.cublas import VARIABLE, choose_workspace
+from paramp.exact.setup import prepare
 
 
 @pytest.fixture

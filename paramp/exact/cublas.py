@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from ...base.errors import ConfigError
+from ..base.errors import ConfigError
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 VALUES = ":4096:8", ":16:8"

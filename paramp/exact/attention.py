@@ -9,8 +9,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ...base.errors import ConfigError
-from ...base.torch_internals import expect
+from ..base.errors import ConfigError
+from ..base.torch_internals import expect
 from .elementwise import expanded, with_contiguous_gradient
 from .slices import compute_dtype
 

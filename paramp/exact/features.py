@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import ConfigError
+from ..base.errors import ConfigError
 
 DIVIDES = {
     **dict.fromkeys(("chunk", "tensor_split", "split", "split_with_sizes"), (2, "dim", 0)),

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....base.dtensor import is_dtensor, local
-from ....base.spans import Observer
-from ....base.trees import tensors
-from ....checkpoint.chunks import chunk_of
-from ....engine.engine import Engine
-from ....engine.reproducible.totals import ChunkTotals
-from ....engine.state.optimizer_state import OPTIMIZER, OptimizerState
-from ....engine.step import StepResult
-from ....optim.param_buffer import FlatParam
-from ....optim.reproducible.chunk_gradients import ChunkGradients
-from ....parallel.reproducible.functions import unwatched
+from ...base.dtensor import is_dtensor, local
+from ...base.spans import Observer
+from ...base.trees import tensors
+from ...checkpoint.chunks import chunk_of
+from ...engine.engine import Engine
+from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
+from ...engine.step import StepResult
+from ...optim.param_buffer import FlatParam
+from ..chunk_gradients import ChunkGradients
+from ..functions import unwatched
+from ..totals import ChunkTotals
 from .trace import Key, TraceWriter
 
 

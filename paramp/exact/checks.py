@@ -4,8 +4,8 @@ from collections import defaultdict
 
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.module_surgery import BATCH_NORMS, num_hooks
+from ..base.errors import ConfigError
+from ..base.module_surgery import BATCH_NORMS, num_hooks
 
 
 def check_modules(model: nn.Module) -> None:

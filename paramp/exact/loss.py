@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...base.dtensor import full_tensor, is_dtensor
-from ...base.errors import ConfigError
-from ...distributed.reproducible.place import Place
-from ..tensor import loss as any_order
-from ..tensor.loss import group_of_classes, has_sharded_classes
+from ..base.dtensor import full_tensor, is_dtensor
+from ..base.errors import ConfigError
+from ..parallel.tensor import loss as any_order
+from ..parallel.tensor.loss import group_of_classes, has_sharded_classes
+from .place import Place
 
 
 def cross_entropy(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...base.collectives import all_reduce_
-from ...distributed.context import ParallelContext
-from ...distributed.reproducible.place import Place
-from ...distributed.reproducible.tree_sum import tree_sum
-from ..losses import LossTotals
+from ..base.collectives import all_reduce_
+from ..distributed.context import ParallelContext
+from ..engine.losses import LossTotals
+from .place import Place
+from .tree_sum import tree_sum
 
 
 class ChunkTotals(LossTotals):

@@ -30,8 +30,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...base import sizes
-from ...base.collectives import all_reduce_
+from ..base import sizes
+from ..base.collectives import all_reduce_
 
 _BITS = 20
 """Of a bin."""

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.torch_internals import expect
-from ...distributed.axes import replicated_axes
-from ...distributed.reproducible.tree_sum import SumTree, Terms, sum_over_
-from ...scaling.grad_reduce import sum_tied_gradients
-from ..flat_gradients import FlatGradients
-from ..param_buffer import FlatParam
+from ..base.errors import ConfigError
+from ..base.torch_internals import expect
+from ..distributed.axes import replicated_axes
+from ..optim.flat_gradients import FlatGradients
+from ..optim.param_buffer import FlatParam
+from ..scaling.grad_reduce import sum_tied_gradients
+from .tree_sum import SumTree, Terms, sum_over_
 
 expect("torch._foreach_zero_")
 

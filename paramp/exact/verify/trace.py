@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ....base import sizes
+from ...base import sizes
 
 KINDS = (
     *("forward", "loss", "backward", "weight gradient", "gradient", "norm", "decision"),

@@ -11,27 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.module_surgery import PassThrough
-from ...base.spans import Observer
-from ...config.reproducible import Reproducible, check_data_ranks
-from ...distributed.axes import tensor_mesh
-from ...distributed.context import ParallelContext
-from ...distributed.reproducible.cublas import choose_workspace
-from ...distributed.reproducible.place import Place
-from ...observe.replay import WindowBatches
-from ...optim.choose_step import why_not_fused
-from ...optim.reproducible.chunk_gradients import ChunkGradients, Tap
-from ...parallel.adapters import ModelAdapter
-from ...parallel.reproducible.checks import check_modules, check_ties
-from ...parallel.reproducible.functions import ExactFunctions
-from ...parallel.stage import Joined, Stages
-from ..losses import WindowLosses
-from ..shared_failure import SharedFailure
-from ..state.model_tensors import ParamChunks
-from ..step import StepCounters
+from ..base.errors import ConfigError
+from ..base.module_surgery import PassThrough
+from ..base.spans import Observer
+from ..config.reproducible import Reproducible, check_data_ranks
+from ..distributed.axes import tensor_mesh
+from ..distributed.context import ParallelContext
+from ..engine.losses import WindowLosses
+from ..engine.shared_failure import SharedFailure
+from ..engine.state.model_tensors import ParamChunks
+from ..engine.step import StepCounters
+from ..observe.replay import WindowBatches
+from ..optim.choose_step import why_not_fused
+from ..parallel.adapters import ModelAdapter
+from ..parallel.stage import Joined, Stages
 from .buffers import check_buffers
+from .checks import check_modules, check_ties
+from .chunk_gradients import ChunkGradients, Tap
 from .chunks import ChunkRun
+from .cublas import choose_workspace
+from .functions import ExactFunctions
+from .place import Place
 from .totals import ChunkTotals
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def prepare(context: ParallelContext, model: nn.Module, optimizers: Sequence[tor
 
     Raises:
         ConfigError: the number of data ranks is no power of two, the results of a module or an optimizer depend on
-            the layout, or cuBLAS may have read another workspace (:mod:`paramp.distributed.reproducible.cublas`).
+            the layout, or cuBLAS may have read another workspace (:mod:`paramp.exact.cublas`).
     """
     config = context.config
     how = config.reproducible
@@ -78,7 +78,7 @@ def sliced_layers(
     adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle] | None, place: Place
 ) -> dict[str, ParallelStyle]:
     """The style of each module, in slices, from the user's ``plan``, else from the model's own, if it has one."""
-    from ...parallel.reproducible.plan import sliced_plan
+    from .plan import sliced_plan
 
     own = _resolved(adapter, plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
     with_sequence = own if plan is not None else _resolved(adapter, _plan_of(adapter, place, True))
@@ -98,8 +98,8 @@ def _plan_of(adapter: ModelAdapter, place: Place, sequence_parallel: bool) -> Ma
 def _resolved(adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
     if not plan:
         return {}
-    from ...parallel.huggingface.lora import extend_to_adapters
-    from ...parallel.tensor.plan import resolve_plan
+    from ..parallel.huggingface.lora import extend_to_adapters
+    from ..parallel.tensor.plan import resolve_plan
 
     plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
     styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
@@ -110,11 +110,11 @@ def apply_styles(module: nn.Module, styles: Mapping[str, ParallelStyle], context
     """Apply ``styles`` to this rank's ``module``: over the tensor axis, or in slices on one tensor rank too."""
     mesh = tensor_mesh(context) if context.tensor_axis.size > 1 else None
     if styles and context.config.reproducible:
-        from ...parallel.reproducible.plan import apply_sliced_plan
+        from .plan import apply_sliced_plan
 
         apply_sliced_plan(module, styles, mesh)
     elif styles and mesh is not None:
-        from ...parallel.tensor.plan import apply_plan
+        from ..parallel.tensor.plan import apply_plan
 
         apply_plan(module, styles, mesh)
 
@@ -132,8 +132,8 @@ def watched(
     own = Joined(all_stages[index] for index in context.local_stages)
     if place is None:
         return own
-    from ...parallel.reproducible.loss import cross_entropy  # imports DTensor
-    from ...parallel.tensor.styles import ScatterSequence
+    from ..parallel.tensor.styles import ScatterSequence
+    from .loss import cross_entropy  # imports DTensor
 
     names: dict[nn.Module, str] = {}
     stages_of: defaultdict[str, set[int]] = defaultdict(set)
@@ -183,6 +183,6 @@ def _attach(module: nn.Module, taps: Mapping[str, Tap]) -> None:
         owner, _, own = name.rpartition(".")
         by_module[owner][own] = tap
     for owner, own_taps in by_module.items():
-        from ...parallel.reproducible.styles import use_through
+        from .styles import use_through
 
         use_through(module.get_submodule(owner), own_taps)

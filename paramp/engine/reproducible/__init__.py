@@ -1,1 +1,0 @@
-"""Training with the same bits on every layout: setting it up, and running batches in chunks."""

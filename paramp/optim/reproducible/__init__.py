@@ -1,1 +1,0 @@
-"""Gradients and their norm with the same bits on every layout."""
