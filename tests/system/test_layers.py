@@ -34,7 +34,7 @@ ALLOWED = {
     "checkpoint": {"base", "distributed"},
     "models": {"base", "parallel", "distributed"},
     "observe": {"base", "scaling", "config", "distributed", "parallel", "optim"},
-    "exact": PARTS,
+    "exact": PARTS | {"tools"},
     "engine": PARTS - {"engine"},
     "compat": PARTS | {"models"},
     "integrations": PARTS | {"models", "compat"},
