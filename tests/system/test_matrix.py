@@ -12,17 +12,14 @@ import functools
 
 import pytest
 import torch
-from families import SEED, WHOLE, family
+from families import WHOLE, family
 from families import cases as chosen
 from matrix import (
-    HALVED,
+    ACROSS,
     LAYOUTS,
-    MANY_AXES,
     MODES,
-    ONE_AXIS,
     PART,
     README,
-    SHARDED,
     from_small_scale,
     marks_of,
     replace_table,
@@ -42,7 +39,7 @@ ADAM_LAYOUT = "pp2·tp2"
 FP16_ADAM = {"O3", "16-true"}
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
 CELLS = chosen("matrix", EVERYTHING, PART, 8)
-HALVED_CELLS = [cell for cell in CELLS if LAYOUTS[cell[0]][0] > 1 and (WHOLE or SEED or cell in HALVED)]
+HALVED_CELLS = [cell for cell in CELLS if LAYOUTS[cell[0]][0] > 1]
 ADAM = [mode for layout, mode in CELLS if layout == ADAM_LAYOUT and mode in FP16_ADAM]
 
 
@@ -131,14 +128,10 @@ def green():
     return set()
 
 
-def test_the_part_covers_every_layout_and_every_mode_on_every_kind_of_layout():
-    assert {layout for layout, _ in PART} == set(LAYOUTS)
+def test_the_part_has_every_mode_in_one_process_and_every_mode_and_layout_on_several_ranks():
     assert {mode for layout, mode in PART if layout == "1"} == set(MODES)
-    for kind in (ONE_AXIS.keys() - {"1"}, MANY_AXES, SHARDED):
-        assert {mode for layout, mode in PART if layout in kind} == set(MODES)
-    assert HALVED <= PART
-    assert {layout for layout, _ in HALVED} == {layout for layout, (size, _) in LAYOUTS.items() if size > 1}
-    assert {mode for _, mode in HALVED} == set(MODES)
+    assert set(ACROSS) == set(LAYOUTS) - {"1"}
+    assert set(ACROSS.values()) == set(MODES)
 
 
 @family
