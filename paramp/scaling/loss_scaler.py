@@ -93,12 +93,10 @@ class DistributedGradScaler(GradScaler):
             self._create_state()
 
     def _create_state(self) -> None:
-        def counter(count: int) -> torch.Tensor:
-            return torch.full((), count, dtype=torch.int32, device=self._home)
-
-        self._scale: torch.Tensor | None = torch.full((), self._init_scale, dtype=torch.float32, device=self._home)
-        self._growth_tracker: torch.Tensor | None = counter(self._init_growth_tracker)
-        self._overflow_tracker = counter(self._init_overflow_tracker)
+        self._scale: torch.Tensor | None = None
+        self._growth_tracker: torch.Tensor | None = None
+        super()._lazy_init_scale_growth_tracker(self._home)
+        self._overflow_tracker = torch.full((), self._init_overflow_tracker, dtype=torch.int32, device=self._home)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
