@@ -14,7 +14,7 @@ from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
 from ..distributed.context import ParallelContext
-from ..distributed.liveness import BATCH
+from ..distributed.phases import BATCH
 from ..exact.chunks import ChunkRun
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call

@@ -21,9 +21,8 @@ from ..base.dtensor import is_dtensor, resolved
 from ..base.errors import ConfigError, one_line
 from ..base.module_surgery import named_tensors, num_hooks
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.axes import broadcast_replicas
-from ..distributed.context import ParallelContext, get_context
-from ..distributed.mesh_roles import BATCH
+from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
+from ..distributed.replicated_axes import broadcast_replicas
 from ..exact.setup import apply_styles
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
@@ -84,7 +83,7 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
                 f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
                 "expected ascending ones; make the mesh with init_device_mesh"
             )
-    if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
+    if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
             "one that shards them, as fully_shard needs it"

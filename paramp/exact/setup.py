@@ -15,7 +15,6 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..base.spans import Observer
 from ..config.reproducible import Reproducible, check_data_ranks
-from ..distributed.axes import tensor_mesh
 from ..distributed.context import ParallelContext
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
@@ -109,7 +108,7 @@ def _resolved(adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle]) ->
 
 def apply_styles(module: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> None:
     """Apply ``styles`` to this rank's ``module``: over the tensor axis, or in slices on one tensor rank too."""
-    mesh = tensor_mesh(context) if context.tensor_axis.size > 1 else None
+    mesh = context.mesh[context.axes_of("tensor")] if context.tensor_axis.size > 1 else None
     if styles and context.config.reproducible:
         from .plan import apply_sliced_plan
 
