@@ -24,7 +24,6 @@ from ..base.module_surgery import PassThrough, num_hooks, shallow_copy
 from ..base.trees import map_tensors
 from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
-from ..exact.functions import ExactFunctions
 from ..precision.autocast import computing, to_compute, to_outputs
 from ..precision.policy import Precision
 from ..scaling.replicas import TiedParameter
@@ -115,7 +114,6 @@ class Stages(nn.Module):
         self.module = joined.module
         """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
-        self.functions = joined.functions
         self.training = self.module.training
         self._joined = joined
         self._units = units
@@ -161,8 +159,6 @@ class Joined:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = list(parts)
-        self.functions: ExactFunctions | None = None
-        """What the modules call of torch, if training is reproducible."""
         # (a part's copy of a module, the joint copy, the names of the children that both share)
         self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []
         self.module = self._join(self.parts)

@@ -58,11 +58,12 @@ class CountUnit:
         is_used: whether there are counts, or data ranks that have to agree whether there are.
     """
 
-    def __init__(self, failure: SharedFailure, context: ParallelContext) -> None:
+    def __init__(self, failure: SharedFailure, context: ParallelContext, *, first_rank: bool) -> None:
+        """``first_rank``: the first count of the first data rank decides, which is the same in every layout."""
         self._failure = failure
         self._context = context
         self._device = context.device
-        self._exact = bool(context.config.reproducible)
+        self._first_rank = first_rank
         self.is_used = context.batch_axis.size > 1
         self.value = torch.ones((), dtype=torch.float64, device=self._device)
         self._usual = torch.zeros_like(self.value)
@@ -111,8 +112,7 @@ class CountUnit:
         agrees = axis.size > 1 and self._agrees is not False
         if count is None and not agrees:
             return
-        # In the exact mode data ranks have other microbatches in each layout; the first of the first rank is the same.
-        num_first = 1 if self._exact else axis.size
+        num_first = 1 if self._first_rank else axis.size
         first = torch.zeros(2, dtype=torch.float64, device=self._device)
         if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
             first[0] = count / num_first
