@@ -18,9 +18,9 @@ from ..observe.replay import Call
 from ..observe.same_data import SameBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
-from ..parallel.pipeline import Pipeline
-from ..parallel.stage import Stages
-from ..parallel.stage_io import broadcast_tree
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.stage import Stages
+from ..pipeline.stage_output import broadcast_tree
 from .criterion import CheckedCriterion, Loss
 from .evaluation import evaluation_mode, is_loader, run_loader
 from .losses import LossTotals, WindowLosses

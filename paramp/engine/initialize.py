@@ -27,7 +27,8 @@ from ..distributed.numerics import numerics_of
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
-from ..parallel.stage import Joined, tie_stages
+from ..pipeline.joined_stages import Joined
+from ..pipeline.tied_stages import tie_stages
 from . import model_setup as setup
 from .criterion import Criterion
 from .engine import Engine

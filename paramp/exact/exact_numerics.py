@@ -26,7 +26,7 @@ from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.adapters import ModelAdapter
 from ..parallel.batches import Batch
-from ..parallel.stage import Stages
+from ..pipeline.stage import Stages
 from .buffers import check_buffers
 from .checks import check_modules, check_ties
 from .chunk_gradients import ChunkGradients, Tap
