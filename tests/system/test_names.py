@@ -18,7 +18,7 @@ TWICE = {
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
     *("BatchRunner", "ChunkRun", "FlatGradients", "FlatWeights", "Heartbeat", "ParallelContext", "Stage"),
-    *("TrainingState", "Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
+    *("Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
     *("FlatParam", "StepRange", "Origin"),
 }
 """Constructors with more than six arguments that are still to be split."""
