@@ -36,7 +36,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp.checks import check_embeddings, check_scripted, check_shardable, check_stages
+from ..parallel.fsdp.unit_checks import check_embeddings, check_scripted, check_shardable, check_stages
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
@@ -227,7 +227,7 @@ def plan_layers(
     if not plan:
         return {}
     from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor.plan import check_divisible, resolve_plan
+    from ..parallel.tensor.sharding_plan import check_divisible, resolve_plan
 
     if isinstance(plan, Mapping):
         plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
@@ -250,7 +250,7 @@ def float8_conversion(
         return (lambda module: module), overflow
     dims: dict[str, int] = {}
     if styles:
-        from ..parallel.tensor.plan import sharded_dims
+        from ..parallel.tensor.sharding_plan import sharded_dims
 
         dims = sharded_dims(styles)
     conversion = functools.partial(
@@ -319,7 +319,7 @@ def shard(
     whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
     if styles and context.tensor_axis.size > 1:
-        from ..parallel.tensor.plan import apply_plan
+        from ..parallel.tensor.sharding_plan import apply_plan
 
         apply_plan(module, styles, tensor_mesh(context))
     else:
