@@ -106,12 +106,5 @@ class Numerics:
     def end_backward(self, stage: int, microbatch: int) -> None:
         """The gradients of a microbatch in a stage are complete; not called after a failure."""
 
-    def sum_of_squares(
-        self,
-        gradients: Sequence[torch.Tensor],
-        norm_weights: Sequence[float],
-        device: torch.device,
-        sums: Any,
-    ) -> torch.Tensor:
-        """This rank's term of the squared norm of all gradients; arguments as of :func:`.local_norm.norm_power`."""
-        return norm_power(gradients, norm_weights, 2.0, device, sums)
+    norm_power = staticmethod(norm_power)
+    """This rank's term of the squared norm of all gradients (:func:`paramp.scaling.local_norm.norm_power`)."""

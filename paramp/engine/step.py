@@ -188,7 +188,8 @@ class OptimizerStep:
     ) -> None:
         context, weights = params.context, params.weights
         self._optimizers = [one.optimizer for one in weights.by_optimizer]
-        self._changes, self._gradients, self._numerics = weights.changes, weights.gradients, weights.numerics
+        self._changes, self._gradients = weights.changes, weights.gradients
+        self._norm_power = weights.numerics.norm_power
         self._first_names = params.first_names
         self._scaler, self._losses, self._window = scaler, losses, window
         self._failure, self.counters = failure, counters
@@ -260,7 +261,7 @@ class OptimizerStep:
         if self._context.config.precision.log_num_zeros:
             zeros = count_zeros(*self._gradients.for_zero_count(), self._device)
         sums = None if self._sums is None or is_in_torch_dispatch_mode() else self._sums
-        squares = self._numerics.sum_of_squares(*self._gradients.for_norm(), self._device, sums)
+        squares = self._norm_power(*self._gradients.for_norm(), 2.0, self._device, sums)
         return torch.stack([found_inf.double(), squares, zeros])
 
     def _record(self, decision: StepDecision) -> StepResult:

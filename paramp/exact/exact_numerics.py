@@ -194,10 +194,15 @@ class ExactNumerics(Numerics):
         """Add the gradients to the tree."""
         self.run.add_gradients(stage, microbatch)
 
-    def sum_of_squares(
-        self, gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device, sums: Any
+    @staticmethod
+    def norm_power(
+        gradients: Sequence[torch.Tensor],
+        norm_weights: Sequence[float],
+        norm_type: float,
+        device: torch.device,
+        sums: Any = None,
     ) -> torch.Tensor:
-        """The exact sum of all ranks on the first one; two collectives of the world."""
+        """The exact sum of squares of all ranks on the first one; two collectives of the world."""
         return squares_over_world(gradients, norm_weights, device)
 
 
