@@ -22,8 +22,8 @@ from ..base.errors import ConfigError, one_line
 from ..base.module_surgery import named_tensors, num_hooks
 from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
+from ..distributed.numerics import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
-from ..exact.setup import apply_styles
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
@@ -293,6 +293,7 @@ def shard(
     stored: Callable[[str], torch.Tensor | None],
     to_float8: Callable[[nn.Module], nn.Module],
     blocks: Sequence[str],
+    numerics: Numerics,
     context: ParallelContext,
 ) -> ShardedUnits | None:
     """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; fill those on ``meta``.
@@ -316,9 +317,16 @@ def shard(
     broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
     whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
-    apply_styles(module, styles, context)
+    if styles and context.tensor_axis.size > 1:
+        from ..parallel.tensor.sharding_plan import apply_plan
+
+        apply_plan(module, styles, context.mesh[context.axes_of("tensor")])
+    else:
+        numerics.apply_styles(module, styles)
     stages.take_over(module)
-    units = ShardedUnits(stages.parts, blocks, context) if context.config.parallel.shard > 1 else None
+    units = None
+    if context.config.parallel.shard > 1:
+        units = ShardedUnits(stages.parts, blocks, context, reduces=numerics.units_reduce)
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
     materialize(
         module,
@@ -342,6 +350,7 @@ def flatten_weights(
     shapes: Mapping[str, torch.Size],
     ties: Sequence[TiedParameter],
     units: ShardedUnits | None,
+    numerics: Numerics,
     context: ParallelContext,
 ) -> FlatWeights:
     """Move the parameters of ``module`` into flat buffers, create masters, and give optimizers what they step.
@@ -349,7 +358,7 @@ def flatten_weights(
     ``shapes``: of this rank's parameters in the whole model.
     """
     group_of = groups_by_name(optimizers, names_of)
-    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties, units)
+    weights = FlatWeights(module, numerics, context, optimizers, group_of, ties, units)
     exchange_matrices(weights, shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, names_of, one)
@@ -359,14 +368,19 @@ def flatten_weights(
 
 
 def make_stages(
-    stages: Joined, compiled: CompiledBlocks, units: ShardedUnits | None, context: ParallelContext
+    stages: Joined,
+    compiled: CompiledBlocks,
+    units: ShardedUnits | None,
+    numerics: Numerics,
+    context: ParallelContext,
 ) -> Stages:
     """This rank's modules, compiled, as stages that compute in the mode's precision, each with a random stream."""
     compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
-    exact = bool(context.config.reproducible)
-    stage = functools.partial(Stage, precision=context.config.precision, device=context.device, keeps_dtypes=exact)
+    stage = functools.partial(
+        Stage, precision=context.config.precision, device=context.device, keeps_dtypes=numerics.keeps_dtypes
+    )
     stream = functools.partial(context.activation_stream, engine=context.num_engines)
     return Stages(
         stages,
