@@ -81,8 +81,8 @@ def sliced_layers(
     """The style of each module, in slices, from the user's ``plan``, else from the model's own, if it has one."""
     from .plan import sliced_plan
 
-    own = _resolved(adapter, plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
-    with_sequence = own if plan is not None else _resolved(adapter, _plan_of(adapter, place, True))
+    own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
+    with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
     return sliced_plan(adapter.model, own, with_sequence, place)
 
 
@@ -94,17 +94,6 @@ def _plan_of(adapter: ModelAdapter, place: Place, sequence_parallel: bool) -> Ma
         if place.tensor_size > 1 and sequence_parallel == place.sequence_parallel:
             raise
         return {}
-
-
-def _resolved(adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
-    if not plan:
-        return {}
-    from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor.plan import resolve_plan
-
-    plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
-    styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
-    return extend_to_adapters(adapter.model, styles)
 
 
 def apply_styles(module: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> None:
@@ -168,6 +157,8 @@ def chunk_run(
     gradients, context, functions = params.weights.gradients, params.context, stages.functions
     if functions is None or not isinstance(gradients, ChunkGradients):
         return None
+    for stage in stages:
+        stage.keeps_dtypes = True
     own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
     _attach(stages.module, gradients.assign_stages(own, params.first_names))
     losses.totals = ChunkTotals(functions.place, context)

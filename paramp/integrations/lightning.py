@@ -20,8 +20,8 @@ from torch import nn
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS
+from ..base.wrapped_models import is_unit
 from ..optim.user_optimizer import warn_of_eps
-from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import groups, held
 from ..precision.policy import Precision
 from .lightning_precision import LightningPrecision

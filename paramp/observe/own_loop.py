@@ -19,11 +19,10 @@ from torch import nn
 from ..base.collectives import sum_
 from ..base.dtensor import local
 from ..base.errors import ConfigError, require
-from ..base.wrapped_models import is_compiled, is_ddp, unwrapped
+from ..base.wrapped_models import is_compiled, is_ddp, is_unit, unwrapped
 from ..config.schema import Config
 from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
-from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
@@ -86,7 +85,7 @@ class OwnModel(Stages):
         first = next(plain.parameters(), torch.empty(0))
         device = first.device if context is None else context.device
         precision = (Config() if context is None else context.config).precision
-        super().__init__(Joined([plain]), [Stage(plain, precision, device, is_first=True, is_last=True)])
+        super().__init__(Joined([plain]), [Stage(plain, precision, device)])
         self.device = device
         self._ddp = [module for module in model.modules() if is_ddp(module)]
         self._fully_sharded: list[Any] = [module for module in model.modules() if is_unit(module)]
