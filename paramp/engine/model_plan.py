@@ -91,7 +91,7 @@ def _styles(adapter: ModelAdapter, plan: UserPlan | None, context: ParallelConte
         plan = adapter.plan(size, context.config.parallel.sequence_parallel) if size > 1 else {}
     styles = adapter.styles(plan)
     if styles:
-        from ..parallel.tensor.plan import check_divisible
+        from ..parallel.tensor.sharding_plan import check_divisible
 
         check_divisible(adapter.model, styles, size)
     return styles
@@ -104,7 +104,7 @@ def _float8_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], contex
         return None
     dims: dict[str, int] = {}
     if styles:
-        from ..parallel.tensor.plan import sharded_dims
+        from ..parallel.tensor.sharding_plan import sharded_dims
 
         dims = sharded_dims(styles)
     return choose_layers(model, float8, dims, context.tensor_axis.size)

@@ -104,7 +104,7 @@ def apply_styles(module: nn.Module, styles: Mapping[str, ParallelStyle], context
 
         apply_sliced_plan(module, styles, mesh)
     elif styles and mesh is not None:
-        from ..parallel.tensor.plan import apply_plan
+        from ..parallel.tensor.sharding_plan import apply_plan
 
         apply_plan(module, styles, mesh)
 

@@ -21,7 +21,7 @@ from .partition import Partition, SequentialPartition, is_sequential, partition_
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from .tensor.plan import Plan
+    from .tensor.sharding_plan import Plan
 
 
 class ModelAdapter:
@@ -44,7 +44,7 @@ class ModelAdapter:
         if not plan:
             return {}
         from .huggingface.lora import extend_to_adapters
-        from .tensor.plan import resolve_plan
+        from .tensor.sharding_plan import resolve_plan
 
         if isinstance(plan, Mapping):
             plan = {self.full_name(pattern): style for pattern, style in plan.items()}
@@ -136,13 +136,13 @@ class HuggingFaceAdapter(ModelAdapter):
 
     def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         from .huggingface.lora import without_adapters
-        from .huggingface.plan import pretrained_plan
+        from .huggingface.pretrained_plan import pretrained_plan
 
         return pretrained_plan(without_adapters(self.model), tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.decoder_partition import PretrainedPartition
         from .huggingface.missing_plans import find_architecture
-        from .huggingface.partition import PretrainedPartition
 
         known, _ = find_architecture(self.model)
         if (known is None or known.is_chain) and not self._is_on_meta:
@@ -164,9 +164,8 @@ class HuggingFaceAdapter(ModelAdapter):
     def initial_values(self) -> InitialValues:
         if not self._is_on_meta:
             return super().initial_values()
-        from .huggingface.initial_weights import pretrained_filler
         from .huggingface.lora import without_adapters
-        from .huggingface.pretrained_folder import PretrainedFiles, is_from_folder
+        from .huggingface.pretrained_weights import PretrainedFiles, is_from_folder, pretrained_filler
 
         plain = without_adapters(self.model)
         if not is_from_folder(self.model):
@@ -179,7 +178,7 @@ class HuggingFaceAdapter(ModelAdapter):
         return any(is_on_meta(module) for module in self.model.modules())
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
-        from .huggingface.pretrained_folder import write_folder
+        from .huggingface.pretrained_weights import write_folder
 
         return write_folder
 

@@ -191,7 +191,7 @@ class _Call:
             return self._eager(*args, **kwargs)
         if not self._shards:
             return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
-        from .tensor.exchange import local_shard  # imports DTensor, which other layouts do not need
+        from .tensor.differentiable_collectives import local_shard  # imports DTensor, which other layouts do not need
 
         wholes = [(module, name, module._parameters[name]) for module, name, _ in self._shards]
         try:
