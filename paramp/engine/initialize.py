@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
-from ..exact import setup as exact
+from ..distributed.numerics import Numerics, numerics_of
 from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
@@ -81,19 +81,19 @@ def initialize(
         ConfigError: the context, model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
     context = usable_context(context)
-    train_dataloader, test_dataloader = shard_loaders(
-        context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
-    )
+    numerics = numerics_of(context.config)
+    loaders = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
     model, compile_options = plain_model(model, optimizer, context)
     apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = build_optimizers(optimizer, model)
-    place = exact.prepare(context, model, optimizers)
+    numerics.prepare(context, model, optimizers)
     prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
-    model_plan = plan_model(model, plan, optimizers, place, context)
+    model_plan = plan_model(model, plan, optimizers, numerics, context)
     compiled = CompiledBlocks(model, compile_options, context)
-    local_model = make_local(model_plan, place, context)
-    weights = _make_weights(model_plan, local_model, optimizers, context)
+    local_model = make_local(model_plan, numerics, context)
+    weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
     compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
@@ -105,15 +105,19 @@ def initialize(
 
 
 def _make_weights(
-    plan: ModelPlan, model: LocalModel, optimizers: Sequence[torch.optim.Optimizer], context: ParallelContext
+    plan: ModelPlan,
+    model: LocalModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    numerics: Numerics,
+    context: ParallelContext,
 ) -> ParamChunks:
     """Move this rank's parameters into flat buffers, create masters, and give optimizers what they step."""
-    module, precision = model.stages.module, context.config.precision
+    module = model.stages.module
     group_of = groups_by_name(optimizers, plan.names_of)
-    weights = FlatWeights(module, precision, context, optimizers, group_of, model.ties, model.units)
+    weights = FlatWeights(module, numerics, context, optimizers, group_of, model.ties, model.units)
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, plan.names_of, one)
-        if not precision.masters:
+        if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

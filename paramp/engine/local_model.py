@@ -11,12 +11,12 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
-from ..distributed.axes import broadcast_replicas
+from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.context import ParallelContext
-from ..exact import setup as exact
-from ..exact.place import Place
+from ..distributed.numerics import Numerics
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
+from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
 from ..precision.float8 import convert
@@ -39,13 +39,14 @@ class LocalModel:
     """0-dim: layers in float8 set it to 1 when they receive a non-finite gradient."""
 
 
-def make_local(plan: ModelPlan, place: Place | None, context: ParallelContext) -> LocalModel:
+def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) -> LocalModel:
     """This rank's part of the model: moved to the device, sharded over tensor and data ranks, filled if on ``meta``.
 
     All replicas get the values of the first rank that has one, whatever the other ranks were built with.
     """
     config = context.config
-    joined = exact.watched(place, plan.stages, plan.styles, context)
+    joined = Joined(plan.stages[index] for index in context.local_stages)
+    numerics.watch(plan.stages, joined.parts, plan.styles)
     plan.checkpointed.apply(joined.parts)
     shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
     _move(joined.module, context.device)
@@ -63,9 +64,16 @@ def make_local(plan: ModelPlan, place: Place | None, context: ParallelContext) -
             group=context.batch_axis.group,
             verbose=context.is_main,
         )
-    exact.apply_styles(module, plan.styles, context)
+    if plan.styles and context.tensor_axis.size > 1:
+        from ..parallel.tensor.sharding_plan import apply_plan
+
+        apply_plan(module, plan.styles, tensor_mesh(context))
+    else:
+        numerics.apply_styles(module, plan.styles)
     joined.take_over(module)
-    units = ShardedUnits(joined.parts, plan.blocks, context) if config.parallel.shard > 1 else None
+    units = None
+    if config.parallel.shard > 1:
+        units = ShardedUnits(joined.parts, plan.blocks, context, reduces=numerics.units_reduce)
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
     # Masters start from the full-precision values.
     precision = None if config.precision.masters else config.precision
@@ -74,19 +82,20 @@ def make_local(plan: ModelPlan, place: Place | None, context: ParallelContext) -
     broadcast_replicas([filled[name] for name in on_meta], context)
     ties = tie_stages(plan.ties, module, context)
     _redirect_saving(module, context)
-    last = config.parallel.pipeline.num_stages - 1
-    stages = [
-        Stage(
-            part,
-            config.precision,
-            context.device,
-            is_first=index == 0,
-            is_last=index == last,
-            random=context.activation_stream(index, engine=context.num_engines),
-        )
-        for index, part in zip(context.local_stages, joined.parts, strict=True)
-    ]
-    return LocalModel(Stages(joined, stages, units), shapes, units, ties, overflow)
+    stages = Stages(joined, _stages(joined.parts, numerics, context), units)
+    return LocalModel(stages, shapes, units, ties, overflow)
+
+
+def _stages(parts: Sequence[nn.Module], numerics: Numerics, context: ParallelContext) -> list[Stage]:
+    """``parts`` as stages that compute in the mode's precision, each with a random stream."""
+    last = context.config.parallel.pipeline.num_stages - 1
+    stages = []
+    for index, part in zip(context.local_stages, parts, strict=True):
+        random = context.activation_stream(index, engine=context.num_engines)
+        ends = {"is_first": index == 0, "is_last": index == last}
+        stages.append(Stage(part, context.config.precision, context.device, **ends, random=random))
+        stages[-1].keeps_dtypes = numerics.keeps_dtypes
+    return stages
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

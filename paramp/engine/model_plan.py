@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..distributed.context import ParallelContext
-from ..exact import setup as exact
-from ..exact.place import Place
+from ..distributed.numerics import Numerics
 from ..optim.user_optimizer import check_optimizers, names_by_parameter
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import ModelAdapter, adapter_for
@@ -54,7 +53,7 @@ def plan_model(
     model: nn.Module,
     plan: UserPlan | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    place: Place | None,
+    numerics: Numerics,
     context: ParallelContext,
 ) -> ModelPlan:
     """The plan of the whole ``model``; the user's ``plan`` has the styles of its modules, or is None. A collective.
@@ -66,7 +65,7 @@ def plan_model(
     check_model(model, names_of, context)
     check_optimizers(optimizers, names_of)
     adapter = adapter_for(model)
-    styles = _styles(adapter, plan, context) if place is None else exact.sliced_layers(adapter, plan, place)
+    styles = numerics.plan(adapter, plan, lambda: _styles(adapter, plan, context))
     float8 = _float8_layers(model, styles, context)
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
     stages = adapter.stages(context.config.parallel.pipeline, styles)
