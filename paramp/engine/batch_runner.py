@@ -12,7 +12,7 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
-from ..distributed.liveness import BATCH
+from ..distributed.phases import BATCH
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..observe.same_data import SameBatches

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
-from ..distributed.axes import broadcast_replicas, tensor_mesh
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
+from ..distributed.replicated_axes import broadcast_replicas, tensor_mesh
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..pipeline.joined_stages import Joined
