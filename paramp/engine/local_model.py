@@ -13,7 +13,7 @@ from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
-from ..distributed.replicated_axes import broadcast_replicas, tensor_mesh
+from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..pipeline.joined_stages import Joined
@@ -67,7 +67,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     if plan.styles and context.tensor_axis.size > 1:
         from ..parallel.tensor.sharding_plan import apply_plan
 
-        apply_plan(module, plan.styles, tensor_mesh(context))
+        apply_plan(module, plan.styles, context.mesh[context.axes_of("tensor")])
     else:
         numerics.apply_styles(module, plan.styles)
     joined.take_over(module)

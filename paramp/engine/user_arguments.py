@@ -12,8 +12,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, one_line
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.context import ParallelContext, get_context
-from ..distributed.mesh_roles import BATCH
+from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
 from ..parallel.compiled_blocks import check_compiler
 from ..precision.capabilities import find_library
 from ..precision.float8_layers import check_checkpointing
@@ -51,7 +50,7 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
                 f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
                 "expected ascending ones; make the mesh with init_device_mesh"
             )
-    if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
+    if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
             "one that shards them, as fully_shard needs it"
