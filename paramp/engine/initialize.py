@@ -30,8 +30,8 @@ from ..parallel.compiled_blocks import CompiledBlocks
 from ..pipeline.joined_stages import Joined
 from ..pipeline.tied_stages import tie_stages
 from . import model_setup as setup
-from .criterion import Criterion
 from .engine import Engine
+from .losses import Criterion
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .state.model_tensors import ParamChunks
 
