@@ -21,7 +21,7 @@ from torch import nn
 from ..base.spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.liveness import BATCH
+from ..distributed.phases import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import WindowBatches
@@ -46,7 +46,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _on_every_rank(method: Method) -> Method:
-    """Every rank calls ``method``: if another one has left, the error names it (:mod:`paramp.distributed.failures`)."""
+    """Every rank calls ``method``: the error names one that has left (:mod:`paramp.distributed.first_failure`)."""
 
     @functools.wraps(method)
     def wrapper(self: Engine, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from ..base.dtensor import full_tensor
 from ..base.trees import map_tensors, tensors
-from ..distributed.liveness import BATCH
+from ..distributed.phases import BATCH
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..parallel.batches import Batch, join

@@ -21,7 +21,7 @@ from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
-from ..distributed.failures import is_lost_connection
+from ..distributed.first_failure import is_lost_connection
 from ..distributed.numerics import Numerics
 from ..parallel.batches import Batch
 from .stage import Stage, Stages

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
 from ..base.torch_internals import expect
-from ..distributed.failures import is_lost_connection
+from ..distributed.first_failure import is_lost_connection
 from ..distributed.numerics import Numerics
 from .split_backward import SplitBackward
 
