@@ -16,7 +16,8 @@ from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.stage import Stages
-from .losses import CheckedCriterion, LossTotals, WindowLosses
+from .compute_context import CheckedCriterion
+from .losses import LossTotals, WindowLosses
 from .window import AccumulationWindow
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]

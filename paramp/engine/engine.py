@@ -31,9 +31,9 @@ from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
-from .compute_context import ComputeContext
+from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
 from .loop_runner import LoopRunner
-from .losses import CheckedCriterion, Criterion, Loss, OwnLoss, WindowLosses
+from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks

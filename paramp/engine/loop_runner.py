@@ -16,8 +16,9 @@ from ..observe.replay import Call
 from ..parallel.batches import Batch, join
 from ..pipeline.stage_output import broadcast_tree
 from .batch_runner import BatchRunner, Seen, no_loss
+from .compute_context import Loss
 from .evaluation import evaluation_mode, is_loader, run_loader
-from .losses import Loss, LossTotals
+from .losses import LossTotals
 from .shared_failure import SharedFailure
 
 

@@ -1,4 +1,4 @@
-"""The criterion, and the losses of an accumulation window: what each backward starts from, and their mean over ranks.
+"""The losses of an accumulation window: the scaled value each backward starts from, and their mean over all ranks.
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
@@ -8,30 +8,17 @@ the true total count: gradient = sum of gradients / sum of counts, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-from weakref import ReferenceType, ref
-
 import torch
 
 from ..base.collectives import all_reduce_
-from ..base.dtensor import full_tensor
-from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
-from ..parallel.batches import Batch, loss_in
-from ..precision.autocast import moved
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
-from .compute_context import ComputeContext
-from .count_unit import CountUnit, as_count
+from .compute_context import Loss
+from .count_unit import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
 
-Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""The mean over a microbatch, or ``(sum, count)``."""
-Criterion = Callable[..., Loss]
-OwnLoss = Callable[[Any, Batch], Loss | None]
-"""The loss in a model's output for a microbatch; None if it has none."""
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
 
@@ -146,79 +133,3 @@ class WindowLosses:
         if self.failure.is_shared and (totals is not None or not self.failure.is_delayed):
             self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()
-
-
-class CheckedCriterion:
-    """The user's criterion, else the model's own loss, with checks of the losses, in the context ``compute``."""
-
-    def __init__(self, criterion: Criterion | None, own_loss: OwnLoss, compute: ComputeContext) -> None:
-        self._criterion = criterion
-        self._own_loss = own_loss
-        self.compute = compute
-        self._found: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether ``initialize`` got a criterion."""
-        return self._criterion is not None
-
-    def of(self, output: Any, microbatch: Batch) -> Loss:
-        """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
-        if self._criterion is not None:
-            return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
-        return _found(self._own_loss(output, microbatch))
-
-    def find_count(self, output: Any, batch: Batch) -> None:
-        """Remember the count of the model's own loss in ``output``, for :meth:`counted`; not the loss."""
-        loss, self._found = loss_in(output), None
-        if self._criterion is None and isinstance(loss, torch.Tensor):
-            counted = self._own_loss(output, batch)
-            if isinstance(counted, tuple):
-                self._found = ref(loss), counted[1]
-
-    def counted(self, loss: Any) -> Any:
-        """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""
-        if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
-            return loss
-        count = self._found[1]
-        return loss * count.to(loss.device), count
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
-
-        Tensors in ``args`` and ``kwargs`` are moved to the device.
-
-        Raises:
-            ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
-        """
-        if self._criterion is None:
-            return _found(self.counted(loss_in(args[0] if args else None)))
-        args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
-        with self.compute.sharded_loss():
-            return _checked(self._criterion(*args, **kwargs))
-
-
-def _found(loss: Any) -> Loss:
-    """The model's own ``loss``, as :func:`_checked` returns it; a ValueError if it is None."""
-    if loss is None:
-        raise ValueError(
-            "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
-            "or return a mapping or dataclass with a loss"
-        )
-    return _checked(loss)
-
-
-def _checked(loss: Any) -> Loss:
-    """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``.
-
-    A count that is no number stays as it is, for :class:`CountUnit` to raise.
-    """
-    parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
-    if len(parts) != expected or not isinstance(parts[0], torch.Tensor) or parts[0].numel() != 1:
-        raise ValueError(
-            "criterion: expected a tensor of one element, or (sum, count) of two, got "
-            + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
-        )
-    is_plain = type(parts[0]) is torch.Tensor and not parts[0].ndim
-    value = parts[0] if is_plain else full_tensor(parts[0]).reshape(())
-    return (value, as_count(full_tensor(parts[1]))) if expected == 2 else value

@@ -25,9 +25,9 @@ from ...base.trees import tensors
 from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
+from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
-from ...engine.losses import Criterion
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
 from ..train_config import NORMS
