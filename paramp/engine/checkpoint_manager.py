@@ -224,27 +224,3 @@ def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> l
         names = [[path.name for step, path in existing if step > start]]
     dist.broadcast_object_list(names, group=group, group_src=0)
     return cast(list[str], names[0])
-
-
-def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
-
-    Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: the microbatches of a rank in each call.
-        before: accumulation and data ranks of the run that is resumed.
-
-    Raises:
-        ConfigError: the batch does not divide for any accumulation.
-    """
-    accumulation, ranks = before
-    least = max(1, -(-accumulation * ranks // data_size))
-    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
-    samples, rest = divmod(batch_size, data_size * num_microbatches)
-    fitting = (one for one in range(least, samples + 1) if not rest and samples % one == 0)
-    if found := next(fitting, None):
-        return found
-    raise ConfigError(
-        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
-        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
-    )

@@ -33,10 +33,9 @@ from ...exact.verify.report import ExactReport
 from ...exact.verify.trace import TraceWriter, read
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
-from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, RankRecord, first_gradient, own_modules
 from .compare import compare, layout_name
-from .options import Options, configure
+from .options import NORMS, Options, configure
 from .report import Report
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
