@@ -15,7 +15,7 @@ from paramp import ConfigError, DataError, Engine, ParallelContext
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import require
 from paramp.checkpoint.header import Header
-from paramp.config.reproducible import Reproducible
+from paramp.distributed.numerics import numerics_of
 
 from .corpus import Corpus, held_out_windows, load_corpus, training_windows
 from .settings import TrainConfig
@@ -24,9 +24,7 @@ from .settings import TrainConfig
 def check_sizes(context: ParallelContext, job: TrainConfig) -> None:
     """Raise a ConfigError if the batch or the sequence does not divide over the ranks."""
     config, data, accumulation = context.config, context.batch_axis.size, context.config.gradient_accumulation
-    what, count = "microbatches", config.parallel.pipeline.num_microbatches
-    if isinstance(config.reproducible, Reproducible):
-        what, count = "reproducible.chunk", config.reproducible.chunk
+    what, count = numerics_of(config).batch_divisor(config)
     multiple = data * accumulation * count
     factors = f"data {data} x accumulation {accumulation} x {what} {count}"
     require(not job.batch_size % multiple, "train.batch_size", job.batch_size, f"a multiple of {multiple} ({factors})")
@@ -43,8 +41,10 @@ def keep_global_batch(context: ParallelContext, job: TrainConfig, header: Header
     """
     config, ranks = context.config, context.batch_axis.size
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
-    if position is None or position["accumulation"] != config.gradient_accumulation or config.reproducible:
-        return None  # reproducible: bits depend on the accumulation
+    if position is None or position["accumulation"] != config.gradient_accumulation:
+        return None
+    if numerics_of(config).depends_on_accumulation:
+        return None
     saved = (header.values["config"]["gradient_accumulation"], before)
     accumulation = accumulation_for(job.batch_size, config.parallel.pipeline.num_microbatches, ranks, saved)
     if accumulation == config.gradient_accumulation:

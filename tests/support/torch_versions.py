@@ -35,10 +35,18 @@ TORCHTITAN = "it is written for torch 2.13 and newer: with this one it crashes i
 """Why it is not run with an older one: it has no such bound of its own."""
 SELECTION = [
     *("tests/base", "tests/parallel", "tests/pipeline", "tests/precision", "tests/integrations"),
-    *("tests/checkpoint/test_dcp_storage.py", "tests/checkpoint/test_resharding.py", "tests/checkpoint/test_resume.py"),
+    *(
+        "tests/checkpoint/test_sharded_save.py",
+        "tests/checkpoint/test_resharding.py",
+        "tests/checkpoint/test_resume.py",
+    ),
     *("tests/data/test_corpus.py", "tests/data/test_dataloader.py"),
     *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),
-    *("tests/distributed/test_groups.py", "tests/engine/test_engine.py", "tests/observe/test_overflow_trace.py"),
+    *(
+        "tests/distributed/test_process_groups.py",
+        "tests/engine/test_engine.py",
+        "tests/observe/test_overflow_trace.py",
+    ),
     *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_params.py", "tests/scaling/test_grad_norm.py"),
     *("tests/scaling/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),
     *("tests/system/test_matrix.py", "tests/system/test_pool.py", "tests/system/test_schedules.py"),
