@@ -16,8 +16,8 @@ from ..base.trees import map_tensors, tensors
 from ..distributed.context import ParallelContext
 from ..distributed.liveness import BATCH
 from ..exact.chunks import ChunkRun
-from ..observe.overflow_hooks import Tracer
-from ..observe.replay import Call
+from ..observe.overflow_record import RecordedBatch
+from ..observe.overflow_trace import Tracer
 from ..observe.same_data import SameBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
@@ -158,7 +158,7 @@ class BatchRunner:
             return *shown, None
         return *shown, self._window.mean_loss() if totals is None else self._losses.mean(totals)
 
-    def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
+    def rerun(self, call: RecordedBatch, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
 
         It adds gradients to the buffers and nothing to the window.

@@ -24,8 +24,8 @@ from ..config.schema import Config
 from ..distributed.liveness import BATCH
 from ..exact.setup import chunk_run
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_trace import diagnose_overflow, divergence
-from ..observe.replay import WindowBatches
+from ..observe.overflow_diagnosis import diagnose_overflow, divergence
+from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..pipeline.stage import Stages
@@ -101,7 +101,7 @@ class Engine:
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
-        batches = WindowBatches(stages, device)
+        batches = WindowRecord(stages, device)
         losses = self._losses = WindowLosses(self.scaler, self._failure, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
@@ -322,7 +322,7 @@ class Engine:
         """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
 
         Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
-        (:mod:`paramp.observe.overflow_trace`), and leaves gradients of zero; nothing else changes. After a loop of
+        (:mod:`paramp.observe.overflow_diagnosis`), and leaves gradients of zero; nothing else changes. After a loop of
         ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients alone.
 
         Raises:

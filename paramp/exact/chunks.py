@@ -15,7 +15,7 @@ from ..distributed.context import ParallelContext
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.step import StepCounters
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
 from .chunk_gradients import ChunkGradients
 from .functions import ExactFunctions
@@ -33,7 +33,7 @@ class ChunkRun(Observer):
         functions: ExactFunctions,
         gradients: ChunkGradients,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
         counters: StepCounters,
         context: ParallelContext,

@@ -21,7 +21,7 @@ from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
 from ..engine.step import StepCounters
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..parallel.adapters import ModelAdapter
 from ..pipeline.joined_stages import Joined
@@ -159,7 +159,7 @@ def chunk_run(
     stages: Stages,
     params: ParamChunks,
     losses: WindowLosses,
-    batches: WindowBatches,
+    batches: WindowRecord,
     failure: SharedFailure,
     counters: StepCounters,
     observers: list[Observer],
