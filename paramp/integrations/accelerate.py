@@ -9,7 +9,9 @@ Accelerate's loop stays. What differs after :func:`adopt`:
 - ``"fp16"`` works on CPUs, which Accelerate ignores without a word, with the same norms and softmax as on CUDA.
 - ``save_state`` and ``load_state`` leave the scale as it is.
 
-The accelerator stays the same object. It becomes an instance of a subclass of its own class, as do its optimizers.
+The accelerator stays the same object, because models, loaders and optimizers that were prepared before hold it. It
+becomes an instance of a subclass of its own class, as do its optimizers: methods that were set on the objects would be
+lost by pickles and bound to the original by copies, and the new properties need a class.
 """
 
 from __future__ import annotations

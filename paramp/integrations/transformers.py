@@ -74,7 +74,7 @@ class ParampTrainerMixin:
         layout = arguments.get("parallelism_config")
         loaded_sharded = getattr(self.model, "is_distributed_loading_by_transformers", False)
         if layout is not None and loaded_sharded and self.args.device.type == "cpu":
-            layout.__class__ = _for_cpus(type(layout))  # type: ignore[arg-type]  # classes are hashable
+            layout._validate_accelerator = functools.partial(_check_size, layout)
         return arguments
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,18 +183,14 @@ def _check_weights(model: nn.Module, arguments: Any) -> None:
             )
 
 
-@functools.cache
-def _for_cpus(kind: type[Any]) -> type[Any]:
-    """``kind``, Accelerate's ``ParallelismConfig``, for a model that transformers sharded over CPUs.
+def _check_size(layout: Any, accelerator: Any) -> None:
+    """What ``layout``, Accelerate's ``ParallelismConfig``, checks of a model that transformers sharded over CPUs.
 
-    Accelerate does not accept tensor parallelism on CPUs. It only has to know the layout to distribute the data.
+    Accelerate does not accept tensor parallelism on CPUs. It only has to know the layout to distribute the data. With
+    another number of processes, its own method raises.
     """
-
-    def validate(self: Any, accelerator: Any) -> None:
-        if self.total_size != accelerator.num_processes:
-            kind._validate_accelerator(self, accelerator)
-
-    return type(kind.__name__, (kind,), {"_validate_accelerator": validate})
+    if layout.total_size != accelerator.num_processes:
+        type(layout)._validate_accelerator(layout, accelerator)
 
 
 def _allow_fsdp_on_cpus() -> None:
