@@ -1,4 +1,4 @@
-"""The cells of the support matrix, and its table in the README."""
+"""The cells of the support matrix, and its table in docs/tested.md."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from paramp.precision.policy import PRESETS, Precision
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/tested.md"
 
 ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -87,14 +87,14 @@ def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tup
 
 
 def _place(text: str, name: str) -> tuple[int, int]:
-    """Where in ``text``, the README's, the table between the two marks of ``name`` begins and ends."""
+    """Where in ``text``, the page's, the table between the two marks of ``name`` begins and ends."""
     start = f"<!-- {name}: written by `make matrix` -->"
     begin = text.index(start) + len(start)
     return begin, text.index(f"<!-- /{name} -->", begin)
 
 
 def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
-    """By row and column, the marks of the README's table ``name``."""
+    """By row and column, the marks of the page's table ``name``."""
     lines = [
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in text[slice(*_place(text, name))].strip().splitlines()
@@ -107,6 +107,6 @@ def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
 
 
 def replace_table(text: str, name: str, new: str) -> str:
-    """The README's ``text`` with the table ``new`` in the place of ``name``."""
+    """The page's ``text`` with the table ``new`` in the place of ``name``."""
     begin, end = _place(text, name)
     return f"{text[:begin]}\n\n{new}\n\n{text[end:]}"

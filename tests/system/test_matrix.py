@@ -4,7 +4,7 @@ Each cell trains a small GPT for ten steps, of which one overflows on one rank a
 are compared in rounding errors of the mode's dtype (:mod:`reference`); those of one process with plain torch's. Halving
 the gradient of one rank goes beyond what is allowed, on every layout of several. The optimizer is SGD, because Adam
 divides a gradient that is half of what it should be by its own size and so hides the mistake; the modes that would run
-Adam in fp16 are trained with it too. What comes out is the table in the README.
+Adam in fp16 are trained with it too. What comes out is the table in docs/tested.md.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from matrix import (
     ACROSS,
     LAYOUTS,
     MODES,
+    PAGE,
     PART,
-    README,
     from_small_scale,
     marks_of,
     replace_table,
@@ -169,14 +169,14 @@ def test_adam_in_fp16_follows_too(mode, cells, device):
 
 
 @family
-def test_the_readmes_table_is_what_came_out(green, request):
+def test_the_table_of_the_page_is_what_came_out(green, request):
     """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
         expected = replace_table(text, "matrix", table("mode", MODES, list(LAYOUTS), green))
         if request.config.getoption("--write-matrix"):
-            README.write_text(expected, encoding="utf-8")
-        assert expected == README.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+            PAGE.write_text(expected, encoding="utf-8")
+        assert expected == PAGE.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
     marks = marks_of(text, "matrix")
     assert list(marks) == [(mode, layout) for mode in MODES for layout in LAYOUTS]
     assert all(marks[cell] == "✓" for cell in green)
