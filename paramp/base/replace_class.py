@@ -23,7 +23,7 @@ def replace_class(
 
     Each module stays the same object. So its parameters, buffers, hooks, attributes, mode, names and the optimizer's
     state are kept, and DTensor parameters and hooks of a tensor-parallel plan work; in a wrapper names would change. A
-    module of a subclass of ``old`` gets a new class that derives from ``new`` and that subclass. A module whose subclass
+    module of a subclass of ``old`` gets a new class, derived from ``new`` and that subclass. A module whose subclass
     or instance overrides ``forward`` is not changed, nor is one for which ``filter_fn(module, first name)`` is False.
 
     Returns:
