@@ -148,7 +148,7 @@ def _check_arguments(arguments: Any, model: nn.Module | None) -> None:
     device, optimizer = arguments.device.type, getattr(arguments.optim, "value", arguments.optim)
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     fsdp = arguments.fsdp_plugin_args or {}
-    for found, what, instead in (
+    for is_used, what, instead in (
         (arguments.deepspeed, "deepspeed, which scales, clips and steps by itself", "use fsdp=True or DDP"),
         (device not in ("cpu", "cuda"), f"device: got {device!r}", "use a CPU (use_cpu=True) or CUDA"),
         (fsdp.get("fsdp_version") == 1, "fsdp_config: version 1", 'pass fsdp_config={"version": 2}'),
@@ -168,7 +168,7 @@ def _check_arguments(arguments: Any, model: nn.Module | None) -> None:
             "use tp_size and fsdp_size, or paramp.initialize for a pipeline",
         ),
     ):
-        if found:
+        if is_used:
             raise ConfigError(f"TrainingArguments: {what}; ParampTrainer does not support it; {instead}")
 
 
