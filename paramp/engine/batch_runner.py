@@ -12,17 +12,9 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
-<<<<<<< HEAD
-from ..distributed.context import ParallelContext
-from ..distributed.liveness import BATCH
-from ..exact.chunks import ChunkRun
+from ..distributed.phases import BATCH
 from ..observe.overflow_record import RecordedBatch
 from ..observe.overflow_trace import Tracer
-=======
-from ..distributed.phases import BATCH
-from ..observe.overflow_hooks import Tracer
-from ..observe.replay import Call
->>>>>>> main
 from ..observe.same_data import SameBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join

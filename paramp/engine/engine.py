@@ -101,13 +101,8 @@ class Engine:
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
-<<<<<<< HEAD
         batches = WindowRecord(stages, device)
-        losses = self._losses = WindowLosses(self.scaler, self._failure, context)
-=======
-        batches = WindowBatches(stages, device)
         losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
->>>>>>> main
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)

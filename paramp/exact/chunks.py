@@ -12,12 +12,7 @@ from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
-<<<<<<< HEAD
-from ..engine.step import StepCounters
 from ..observe.overflow_record import WindowRecord
-=======
-from ..observe.replay import WindowBatches
->>>>>>> main
 from ..parallel.batches import Batch
 from .chunk_gradients import ChunkGradients
 from .functions import ExactFunctions
