@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,11 @@ from ...foreign_names import Properties
 from .errors import AmpError
 from .weights import AmpWeight
 
-if TYPE_CHECKING:
-    from .optimizers import ApexOptimizer
+
+class _Steps(Protocol):
+    """The part of an optimizer that a loss scaler uses."""
+
+    overflows: dict[int, str]
 
 
 NEVER = torch.iinfo(torch.int32).max
@@ -38,7 +41,7 @@ class LossScaler(DistributedGradScaler):
         self.loss_id = loss_id
         self.dynamic = dynamic
         self._found_inf: torch.Tensor | None = None  # 0-dim, of backwards on which the ranks have not agreed yet
-        self._optimizers: list[ApexOptimizer] = []
+        self._optimizers: list[_Steps] = []
 
     def loss_scale(self) -> float:
         """The factor for the next loss."""
@@ -57,12 +60,12 @@ class LossScaler(DistributedGradScaler):
         """Load a saved scale."""
         self.load_state_dict(self.state_dict() | {"scale": float(loss_scale), "_growth_tracker": int(unskipped)})
 
-    def add_flag(self, found_inf: torch.Tensor, optimizers: Iterable[ApexOptimizer]) -> None:
+    def add_flag(self, found_inf: torch.Tensor, optimizers: Iterable[_Steps]) -> None:
         """Record this rank's overflow flag of a backward, 0-dim 0 or 1, for the gradients of ``optimizers``."""
         self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
         self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
 
-    def awaits(self, optimizer: ApexOptimizer) -> bool:
+    def awaits(self, optimizer: _Steps) -> bool:
         """Whether the ranks have not agreed yet on a backward for ``optimizer``."""
         return optimizer in self._optimizers
 
