@@ -1,9 +1,9 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
-The parts have modules of their own: a batch in microbatches (``batch_runner``), the accumulation window (``window``)
-and its losses (``losses``), the step with its decision, result and counters (``step``), failures of one rank
-(``shared_failure``), checkpoints (``state.training_state``), the whole model (``state.full_state``), and what is
-reported about training (:mod:`paramp.observe`).
+The parts have modules of their own: a batch in microbatches (``batch_runner``), what other loops call
+(``loop_runner``), the accumulation window (``window``) and its losses (``losses``), the step with its decision, result
+and counters (``step``), failures of one rank (``shared_failure``), checkpoints (``state.training_state``), the whole
+model (``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
-from .batch_runner import BatchRunner
-from .compute_context import ComputeContext
-from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
+from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
+from .loop_runner import LoopRunner
 from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
@@ -109,7 +108,7 @@ class Engine:
         weights.numerics.connect(stages, params, losses, batches, self._failure, self._counters.read)
         compute = ComputeContext.in_layout(context, weights.numerics)
         checked = CheckedCriterion(criterion, own_loss, compute)
-        self._runner = BatchRunner(stages, weights, checked, losses, window, self.observers)
+        self._runner = LoopRunner(stages, weights, checked, losses, window, self.observers)
         self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)
