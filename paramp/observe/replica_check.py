@@ -31,8 +31,8 @@ from ..optim.flat_params import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits
+from .overflow_record import WindowRecord
 from .own_loop import agreed_call
-from .replay import WindowBatches
 from .same_data import NAMED, different_data, listed
 
 Column = tuple[str, "ReplicaGroup"]
@@ -133,7 +133,7 @@ class Replicas:
         weights: FlatWeights | torch.optim.Optimizer | None,
         ties: Iterable[TiedParameter],
         scaler: DistributedGradScaler | None,
-        batches: WindowBatches | None,
+        batches: WindowRecord | None,
         context: ParallelContext,
     ) -> None:
         """:attr:`every`: after how many steps an engine compares; None: never.
