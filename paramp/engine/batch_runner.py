@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from ..observe.replay import Call
 from ..observe.same_data import SameBatches
 from ..optim.flat_params import FlatWeights
 from ..parallel.batches import Batch, join
-from ..pipeline.pipeline import Pipeline
 from ..pipeline.stage import Stages
 from ..pipeline.stage_output import broadcast_tree
 from .criterion import CheckedCriterion, Loss
@@ -26,6 +25,9 @@ from .evaluation import evaluation_mode, is_loader, run_loader
 from .losses import LossTotals, WindowLosses
 from .shared_failure import SharedFailure
 from .window import AccumulationWindow
+
+if TYPE_CHECKING:
+    from ..pipeline.pipeline import Pipeline
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
@@ -54,9 +56,11 @@ class BatchRunner:
         context, failure, numerics = losses.context, losses.failure, weights.numerics
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
-        self.pipeline = None
+        self.pipeline: Pipeline | None = None
         if config.size > 1:
-            self.pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone, numerics)
+            from ..pipeline.pipeline import Pipeline  # imports torch's schedules, which takes seconds
+
+            self.pipeline = Pipeline(stages, context, observers, failure.raise_if_alone, numerics)
         self.criterion = criterion
         self._compute = criterion.compute
         self._numerics = numerics
