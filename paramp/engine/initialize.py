@@ -28,7 +28,7 @@ from ..optim.flat_params import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from ..parallel.compiled_blocks import CompiledBlocks
-from .criterion import Criterion
+from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
