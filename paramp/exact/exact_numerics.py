@@ -98,14 +98,14 @@ class ExactNumerics(Numerics):
         self.place = Place(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
 
     def plan(
-        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, default: Callable[[], dict[str, Any]]
+        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, context: ParallelContext
     ) -> dict[str, ParallelStyle]:
         """The style of each module in slices, on one tensor rank too."""
         from .plan import sliced_plan
 
         place = self.place
-        own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
-        with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
+        own = adapter.resolved(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
+        with_sequence = own if plan is not None else adapter.resolved(_plan_of(adapter, place, True))
         return sliced_plan(adapter.model, own, with_sequence, place)
 
     def watch(
