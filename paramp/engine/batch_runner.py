@@ -303,7 +303,7 @@ class BatchRunner:
                 self._losses.unit.choose(None, self._losses.size)  # other data ranks wait for it
             if not begun:
                 begun = True
-                self._gradients.begin_last_backward()
+                self._gradients.reduction.begin_last_backward()
 
         try:
             yield before_last_backward
@@ -312,7 +312,7 @@ class BatchRunner:
                 raise
             self._failure.record(error)
             before_last_backward()
-        self._gradients.end_last_backward()
+        self._gradients.reduction.end_last_backward()
 
     def _run_plain(
         self, microbatches: list[Batch], loss: LossFunction, before_last_backward: Callable[[], None] | None

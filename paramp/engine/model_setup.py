@@ -349,7 +349,7 @@ def flatten_weights(
     ``shapes``: of this rank's parameters in the whole model.
     """
     group_of = groups_by_name(optimizers, names_of)
-    weights = FlatWeights(module, context.config.precision, context, optimizers, group_of, ties, units)
+    weights = FlatWeights(module, optimizers, group_of, ties, units, context)
     exchange_matrices(weights, shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, names_of, one)

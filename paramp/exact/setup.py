@@ -164,7 +164,7 @@ def chunk_run(
     observers: list[Observer],
 ) -> ChunkRun | None:
     """What runs the batches of an engine in chunks, one of its ``observers``; None if training is not reproducible."""
-    gradients, context, functions = params.weights.gradients, params.context, stages.functions
+    gradients, context, functions = params.weights.gradients.reduction, params.context, stages.functions
     if functions is None or not isinstance(gradients, ChunkGradients):
         return None
     own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))

@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,11 +38,12 @@ from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
 from .flat_gradients import FlatGradients
+from .fsdp_reduction import UnitReduction
+from .gradient_reduction import AllReduce, GradientReduction, Units
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .sharded_gradients import ShardedGradients, Units
-from .zero import gather_weights
+from .zero import ReduceScatter, gather_weights
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""
@@ -71,12 +71,11 @@ class FlatWeights:
     def __init__(
         self,
         module: nn.Module,
-        precision: Precision,
-        context: ParallelContext,
         optimizers: Sequence[torch.optim.Optimizer],
         group_of: Mapping[str, tuple[int, int]],
-        ties: Sequence[TiedParameter] = (),
-        units: Units | None = None,
+        ties: Sequence[TiedParameter],
+        units: Units | None,
+        context: ParallelContext,
     ) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
 
@@ -85,6 +84,7 @@ class FlatWeights:
             ties: the tied parameters of ``module``, as recorded in the context.
             units: those into which FSDP2 has sharded ``module``; None if it has not.
         """
+        precision = context.config.precision
         self._context = context
         stored = precision if units is None else precision.as_sharded
         if units is not None and context.config.reproducible:
@@ -123,8 +123,8 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        given = self.params, self.buffers, StepRanges(self.buffers).everything, self.frozen, ties, stored, context
-        self.gradients = _gradients(given, units, context)
+        reduction = _reduction(units, context)
+        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, ties, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 
@@ -290,12 +290,15 @@ class OptimizerWeights:
         gather_weights(self.buffers, self._context.batch_axis.group)
 
 
-def _gradients(given: tuple[Any, ...], units: Units | None, context: ParallelContext) -> FlatGradients:
-    """The gradients of the parameters in ``given``, the arguments of :class:`FlatGradients`."""
-    exact = bool(context.config.reproducible)
-    if units is None:
-        return ChunkGradients(*given) if exact else FlatGradients(*given)
-    return ShardedChunkGradients(*given, units=units) if exact else ShardedGradients(*given, units=units)
+def _reduction(units: Units | None, context: ParallelContext) -> GradientReduction:
+    """How gradients are summed over data ranks."""
+    if context.config.reproducible:
+        return ChunkGradients() if units is None else ShardedChunkGradients(units)
+    if units is not None:
+        return UnitReduction(units)
+    if context.batch_axis.size == 1:
+        return GradientReduction()
+    return ReduceScatter() if context.config.parallel.zero > 0 else AllReduce()
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

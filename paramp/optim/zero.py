@@ -5,62 +5,59 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..base.collectives import all_gather_shards, start_reduce_scatter
-from ..distributed.context import ParallelContext
+from ..base.torch_internals import expect
+from ..scaling.grad_reduce import unscale_and_check_
+from .flat_gradients import FlatGradients
+from .gradient_reduction import GradientReduction
 from .param_buffer import Buffer, FlatParam
 
+expect("torch._foreach_zero_")
 
-class OverlappedReduceScatter:
-    """The reduce-scatter of each buffer during the backward, as soon as its gradients are complete.
+
+class ReduceScatter(GradientReduction):
+    """A reduce-scatter of each buffer during the backward, as soon as its gradients are complete.
 
     This is possible only in the last backward of a window, and not for gradients that the step completes: those of tied
     parameters, and those whose placements differ from their parameters'. Every rank starts the same buffers in the same
-    order, each once per call of ``forward_backward``, whichever of its parameters got a gradient.
-
-    ``take_back`` copies gradients that were replaced, here by the user's hooks, back to their buffers.
+    order, each once per call of ``forward_backward``, whichever of its parameters got a gradient. After the step's
+    reduction each rank has the sums of its part.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[Buffer],
-        context: ParallelContext,
-        dtype: torch.dtype | None,
-        tied: Collection[nn.Parameter],
-        take_back: Callable[[Iterable[FlatParam]], None],
-    ) -> None:
-        self._buffers = buffers
-        self._take_back = take_back
-        self._group = context.batch_axis.group
-        self._dtype = dtype
-        self._tied = tied
+    def attach(self, gradients: FlatGradients) -> None:
+        """As in the base class."""
+        super().attach(gradients)
+        self._buffers = gradients.buffers
         self._reduced: dict[FlatParam, int] = {}  # and the version of the gradient after the reduction
         self._waiting: dict[Buffer, set[FlatParam]] = {}  # parameters without a gradient yet
         self._overlappable: list[Buffer] = []  # buffers that can be reduced before the step
         self._next: list[Buffer] = []  # overlappable buffers that have not been started, in this order
         self._running: list[Callable[[], None]] = []
         self._armed = False
-        self._places = [(buffer, param) for buffer in buffers for param in buffer.params]
+        self._places = [(buffer, param) for buffer in self._buffers for param in buffer.params]
         for index, (_, param) in enumerate(self._places):
             hook = functools.partial(_notify, weakref.ref(self), index)
             param.parameter.register_post_accumulate_grad_hook(hook)
 
-    def begin(self) -> None:
-        """From here on, reduce buffers as they become complete: the next backward is the last one of the window."""
+    def begin_last_backward(self) -> None:
+        """From here on, reduce buffers as they become complete."""
+        # Not in the first window, which finds the gradients whose placements differ from their parameters'.
+        if not self._gradients.knows_placements:
+            return
         self._overlappable = [buffer for buffer in self._buffers if not any(map(self._completes_late, buffer.params))]
         self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
         self._next = list(self._overlappable)
         self._armed = True
 
     def _completes_late(self, param: FlatParam) -> bool:
-        return param.placement_mismatch or param.parameter in self._tied
+        return param.placement_mismatch or param.parameter in self._gradients.tied
 
-    def end(self) -> None:
+    def end_last_backward(self) -> None:
         """Reduce the rest of the overlappable buffers, and wait for all reductions."""
         if not self._armed:
             return
@@ -89,30 +86,38 @@ class OverlappedReduceScatter:
         del self._next[: len(complete)]
 
     def _start_overlapped(self, buffers: Sequence[Buffer]) -> None:
-        self._take_back(param for buffer in buffers for param in buffer.params)
+        self._gradients.take_back(param for buffer in buffers for param in buffer.params)
         self._start(buffers)
 
     def _start(self, buffers: Iterable[Buffer]) -> None:
+        group, dtype = self._context.batch_axis.group, self._context.config.precision.reduce_dtypes.dp
         for buffer in buffers:
             own = buffer.own(buffer.gradients)
-            self._running.append(start_reduce_scatter(buffer.gradients, own, self._group, self._dtype))
+            self._running.append(start_reduce_scatter(buffer.gradients, own, group, dtype))
 
     def _finish(self) -> None:
         while self._running:
             self._running.pop(0)()
 
-    def changed_since(self) -> list[torch.Tensor]:
-        """The local gradients that the user changed after they had been reduced."""
-        return [param.local_gradient for param, then in self._reduced.items() if param.version != then]
+    def before_collection(self, found_inf: torch.Tensor) -> None:
+        """As in the base class: elements outside this rank's part that were changed after they had been reduced."""
+        changed = [param.local_gradient for param, then in self._reduced.items() if param.version != then]
+        unscale_and_check_(changed, torch.ones_like(found_inf), found_inf)
 
-    def reduce_the_rest(self) -> None:
-        """Reduce the buffers that the last backward did not."""
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """As in the base class; a reduce-scatter for each buffer that the last backward has not reduced."""
+        tied = [param.local_gradient for param in self._params if param.parameter in self._gradients.tied]
+        self._sum_over_data_ranks(tied)
+        self._sum_ties()
+        if tied and self._context.batch_axis.rank > 0:
+            torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
         self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}
 
 
-def _notify(reducer: weakref.ref[OverlappedReduceScatter], index: int, _: torch.Tensor) -> None:
+def _notify(reducer: weakref.ref[ReduceScatter], index: int, _: torch.Tensor) -> None:
     """The hook of a parameter, with a weak reference only: the garbage collector does not traverse a parameter's hooks,
     so they would keep the engine, and its context's process groups, forever."""
     alive = reducer()

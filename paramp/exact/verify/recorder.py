@@ -36,7 +36,7 @@ class ExactRecorder(Observer):
 
     def __init__(self, engine: Engine, modules: Sequence[tuple[str, nn.Module]], trace: TraceWriter) -> None:
         """``modules``: this rank's, with their names in the whole model."""
-        gradients, totals = engine._weights.gradients, engine._losses.totals
+        gradients, totals = engine._weights.gradients.reduction, engine._losses.totals
         assert isinstance(gradients, ChunkGradients)
         assert isinstance(totals, ChunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
