@@ -19,7 +19,7 @@ from ..exact.chunks import ChunkRun
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..observe.same_data import SameBatches
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..parallel.batches import Batch, join
 from ..parallel.pipeline import Pipeline
 from ..parallel.stage import Stages

@@ -25,7 +25,7 @@ from ..distributed.axes import broadcast_replicas
 from ..distributed.context import ParallelContext, get_context
 from ..distributed.mesh_roles import BATCH
 from ..exact.setup import apply_styles
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
     check_optimizers,

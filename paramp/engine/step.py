@@ -19,8 +19,8 @@ from ..exact import squares as exact
 from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
 from ..optim.compiled.step import fused_step_for
+from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients
-from ..optim.param_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.decision import NUM_SUMS, StepDecision, decide
 from ..scaling.local_norm import count_zeros, norm_power

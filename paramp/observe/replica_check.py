@@ -28,7 +28,7 @@ from ..base.wrapped_models import unwrapped
 from ..distributed.axes import ranks_along, replicated_axes
 from ..distributed.context import ParallelContext
 from ..distributed.mesh_roles import BATCH
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits

@@ -23,9 +23,9 @@ from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
+from .flat_buffer import Buffer, FlatParam, StepRanges
 from .gradient_reduction import GradientReduction
 from .master_weights import NamedParameters, check_frozen
-from .param_buffer import Buffer, FlatParam, StepRanges
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

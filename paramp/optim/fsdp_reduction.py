@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .flat_buffer import FlatParam
 from .flat_gradients import FlatGradients
 from .gradient_reduction import GradientReduction, Units
-from .param_buffer import FlatParam
 
 
 class UnitReduction(GradientReduction):

@@ -19,9 +19,9 @@ from ..base import sizes
 from ..base.scratch import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
-from .flat_params import NO_GROUP, OptimizerWeights
+from .flat_buffer import Buffer, FlatParam, StepRange, aligned
+from .flat_weights import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
-from .param_buffer import Buffer, FlatParam, StepRange, aligned
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base.collectives import sum_
 from ..scaling.grad_reduce import sum_tied_gradients
-from .param_buffer import FlatParam
+from .flat_buffer import FlatParam
 
 if TYPE_CHECKING:
     from .flat_gradients import FlatGradients

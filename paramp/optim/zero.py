@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ..base.collectives import all_gather_shards, start_reduce_scatter
 from ..base.torch_internals import expect
 from ..scaling.grad_reduce import unscale_and_check_
+from .flat_buffer import Buffer, FlatParam
 from .flat_gradients import FlatGradients
 from .gradient_reduction import GradientReduction
-from .param_buffer import Buffer, FlatParam
 
 expect("torch._foreach_zero_")
 

@@ -18,8 +18,8 @@ from ...checkpoint.header import MODEL, Header
 from ...distributed.axes import replicated_axes
 from ...distributed.context import ParallelContext
 from ...distributed.mesh_roles import BATCH
-from ...optim.flat_params import FlatWeights
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
+from ...optim.flat_weights import FlatWeights
 from ...scaling.replicas import TiedParameter
 
 DATA = "data."

@@ -19,7 +19,7 @@ from ...checkpoint.chunks import chunk_of
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
 from ..chunk_gradients import ChunkGradients
 from ..functions import unwatched
 from ..totals import ChunkTotals

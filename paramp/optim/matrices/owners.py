@@ -15,7 +15,7 @@ from ...distributed.axes import ranks_along
 from ...distributed.context import ParallelContext
 from ...distributed.mesh_roles import BATCH
 from ...scaling.replicas import Role
-from ..flat_params import NO_GROUP, FlatWeights
+from ..flat_weights import NO_GROUP, FlatWeights
 from .exchange import MatrixExchange
 from .trial import needs_whole_matrices
 

@@ -1,6 +1,6 @@
 """Trained parameters, gradients and masters of a rank in flat buffers.
 
-All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, by
+All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.flat_buffer.Buffer` s, by
 dtype. The model's parameters and gradients are views of them, so that nothing is copied, the step runs over a few
 ranges instead of hundreds of tensors, and a reduction over data ranks is one collective per buffer.
 
@@ -37,12 +37,12 @@ from ..scaling.grad_norm import norm_weight
 from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
+from .flat_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .flat_gradients import FlatGradients
 from .fsdp_reduction import UnitReduction
 from .gradient_reduction import AllReduce, GradientReduction, Units
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
-from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
 from .zero import ReduceScatter, gather_weights
 
 NO_GROUP = -1

@@ -48,7 +48,7 @@ class FlatParam:
     """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
     collective in every backward, so they accumulate outside and are copied there once per step."""
     bits: BitStream | None = None
-    """Random bits to round with, from :meth:`~paramp.optim.flat_params.FlatWeights.round_stochastically`."""
+    """Random bits to round with, from :meth:`~paramp.optim.flat_weights.FlatWeights.round_stochastically`."""
 
     @property
     def size(self) -> int:
