@@ -24,7 +24,7 @@ HAS_TIMEOUT = importlib.util.find_spec("pytest_timeout") is not None
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-matrix", action="store_true", help="write the README's support matrix anew")
+    parser.addoption("--write-matrix", action="store_true", help="write the support matrix of docs/tested.md anew")
     if not HAS_TIMEOUT:  # its option in pyproject.toml would be a warning, and so an error
         parser.addini("timeout", "seconds that a test may take; without pytest-timeout it has no effect")
 

@@ -21,9 +21,9 @@ from ..observe.replay import Call
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
 from ..parallel.batches import Batch, join
-from ..parallel.pipeline import Pipeline
-from ..parallel.stage import Stages
-from ..parallel.stage_io import broadcast_tree
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.stage import Stages
+from ..pipeline.stage_output import broadcast_tree
 from .compute_context import ComputeContext
 from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
 from .evaluation import evaluation_mode, is_loader, run_loader

@@ -28,7 +28,7 @@ from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import WindowBatches
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
-from ..parallel.stage import Stages
+from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport

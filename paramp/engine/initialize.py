@@ -27,7 +27,7 @@ from ..exact import setup as exact
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
-from ..parallel.stage import tie_stages
+from ..pipeline.tied_stages import tie_stages
 from . import model_setup as setup
 from .criterion import Criterion
 from .engine import Engine

@@ -40,7 +40,8 @@ from ..parallel.fsdp.checks import check_embeddings, check_scripted, check_shard
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
-from ..parallel.stage import Joined, Stage, Stages
+from ..pipeline.joined_stages import Joined
+from ..pipeline.stage import Stage, Stages
 from ..precision.capabilities import find_library
 from ..precision.float8 import convert
 from ..precision.float8_layers import check_checkpointing, choose_layers

@@ -269,7 +269,7 @@ class OptimizerStep:
 
     def _record(self, decision: StepDecision) -> StepResult:
         precision = self._context.config.precision
-        self._scaler.update_from_flag(decision.overflow, ~decision.skip)
+        self._scaler.commit(decision.overflow, ~decision.skip)
         # With gradients that were set by hand there is no loss, whose mean then is NaN.
         vanished = ~decision.skip & (decision.values[2] == 0) & ~decision.values[4].isnan()
         self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)

@@ -32,7 +32,7 @@ from ..config.schema import flatten
 from ..distributed.liveness import SAVE
 from ..optim.choose_step import Step
 from ..optim.fused_step import FusedStep
-from ..parallel.stage import Stages
+from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from .losses import WindowLosses
 from .state.model_tensors import ModelTensors, ParamChunks

@@ -24,7 +24,8 @@ from ..engine.step import StepCounters
 from ..observe.replay import WindowBatches
 from ..optim.choose_step import why_not_fused
 from ..parallel.adapters import ModelAdapter
-from ..parallel.stage import Joined, Stages
+from ..pipeline.joined_stages import Joined
+from ..pipeline.stage import Stages
 from .buffers import check_buffers
 from .checks import check_modules, check_ties
 from .chunk_gradients import ChunkGradients, Tap

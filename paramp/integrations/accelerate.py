@@ -32,8 +32,7 @@ from ..engine.compute_context import ComputeContext
 from ..precision.policy import Precision
 from ..scaling.loss_scaling import LossScaling
 from .logical_gradient import logical_parameter
-from .shared_grad_scaler import SharedGradScaler, plain_optimizer
-from .shared_scale import SharedScale
+from .shared_grad_scaler import SharedGradScaler
 
 log = logging.getLogger(__name__)
 OLDEST = (1, 10)
@@ -88,17 +87,17 @@ class _Adopted:
 class AdoptedAccelerator(_Adopted):
     """What :func:`adopt` adds to the class of an accelerator."""
 
-    _shared: SharedScale
+    _shared: SharedGradScaler
     _compute: ComputeContext
 
     def _take_over(self: Any, mode: Precision) -> None:
         self._compute = ComputeContext(mode, self.device)
-        self._shared = SharedScale(mode, WeakSet(), device=self.device)
+        self._shared = SharedGradScaler(mode.scaling, WeakSet(), device=self.device)
         fp16 = self.mixed_precision == "fp16"
         if fp16 and not self.native_amp and self.is_main_process:
             _report_cpu(self._compute.emulate)
         self.native_amp = self.native_amp or fp16
-        self.scaler = SharedGradScaler(self._shared) if fp16 else None
+        self.scaler = self._shared if fp16 else None
         for model in self._models:
             self._take_model(model)
         for optimizer in self._optimizers:
@@ -107,8 +106,7 @@ class AdoptedAccelerator(_Adopted):
     @property
     def loss_scale(self) -> float:
         """The factor for the next loss; reading it synchronises with the device."""
-        self._shared.update()
-        return self._shared.scaler.get_scale()
+        return self._shared.get_scale()
 
     @property
     def num_skipped(self) -> int:
@@ -184,7 +182,7 @@ class AdoptedAccelerator(_Adopted):
         model.forward = MethodType(compute, model) if is_bound else compute
 
     def _take_optimizer(self, optimizer: Any) -> None:
-        optimizer.scaler = SharedGradScaler(self._shared)
+        optimizer.scaler = self._shared
         if not isinstance(optimizer, AdoptedOptimizer):
             optimizer.__class__ = _combined(AdoptedOptimizer, optimizer.__class__)
 
@@ -235,7 +233,7 @@ class AdoptedAccelerator(_Adopted):
             return
         several = self._optimizers if optimizer is None else optimizer
         for one in several if isinstance(several, (list, tuple)) else [several]:
-            self._shared.unscale(plain_optimizer(one))
+            self._shared.unscale_(one)
 
     def clip_grad_norm_(
         self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -277,11 +275,11 @@ class AdoptedOptimizer(_Adopted):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if self.scaler.shared.mode.scaling is not None:
+        if self.scaler.is_enabled():
             _check_weights(self)
         self.scaler.step(self.optimizer)
         # torch's fused optimizers are also called for a step that they skip, so calls say nothing.
-        self._is_overflow = self.scaler.shared.skipped(self.optimizer)
+        self._is_overflow = self.scaler.skipped(self.optimizer)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ sharded by ``fully_shard`` stay in fp32: they are the masters, which FSDP2 gathe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ..precision.policy import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter
 from .module_masters import ModuleMasters, plain_name
-from .shared_scale import device_types
+from .shared_grad_scaler import device_types
 
 
 class TrainerPrecision(LightningPrecision):
@@ -155,10 +154,12 @@ class TrainerPrecision(LightningPrecision):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
-        super().unscale_gradients(_bare(optimizer))
-
-    def _unscaling(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        return super()._unscaling(optimizer) if self._masters is None else self._masters.unscaling(optimizer)
+        bare = _bare(optimizer)
+        if self._masters is None or self._scale.has_unscaled(bare):
+            super().unscale_gradients(bare)
+        else:
+            with self._masters.unscaling(bare):
+                super().unscale_gradients(bare)
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The parameters that are clipped: one, whose unscaled gradient represents the whole model's."""

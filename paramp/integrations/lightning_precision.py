@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -25,9 +25,8 @@ from ..engine.compute_context import ComputeContext
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute
 from ..precision.policy import Mode, Precision, ReduceDtypes
-from ..scaling.loss_scaler import DistributedGradScaler
 from .logical_gradient import logical_parameter
-from .shared_scale import SharedScale, device_types
+from .shared_grad_scaler import SharedGradScaler, device_types
 
 
 class LightningPrecision:
@@ -55,7 +54,7 @@ class LightningPrecision:
         self._emulate = emulate_fp16
         self._group = group
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._scale = SharedScale(self.mode, self._models, group, self._unscaling)
+        self._scale = SharedGradScaler(self.mode.scaling, self._models, group=group)
 
     def __reduce__(self) -> Any:
         """Pickle for strategies that start processes and send the plugin to them, before anything was set up.
@@ -151,15 +150,15 @@ class LightningPrecision:
         return data if self.mode.compute is torch.float32 else map_tensors(to_compute, data, self.mode)
 
     @property
-    def scaler(self) -> DistributedGradScaler:
+    def scaler(self) -> SharedGradScaler:
         """The scaler of the losses, which decides if steps are skipped. Without loss scaling its scale is 1."""
-        return self._scale.scaler
+        self._scale.place()
+        return self._scale
 
     @property
     def loss_scale(self) -> float:
         """The factor for the next loss; reading it synchronises with the device."""
-        self._scale.update()
-        return self.scaler.get_scale()
+        return self._scale.get_scale()
 
     @property
     def num_skipped(self) -> int:
@@ -168,11 +167,7 @@ class LightningPrecision:
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
-        self._scale.unscale(optimizer)
-
-    def _unscaling(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
-        """A context in which the scaler unscales the gradients of ``optimizer``."""
-        return nullcontext()
+        self._scale.unscale_(optimizer)
 
     def _check_optimizer(self, optimizer: object) -> None:
         """Raise a ConfigError if ``optimizer`` evaluates its closure many times per step."""

@@ -25,7 +25,7 @@ from ..base.trees import map_tensors, tensors
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
 from ..parallel.batches import Batch
-from ..parallel.stage import Stage, Stages
+from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import flaw
 from .graph_hooks import GraphHooks
 from .overflow_findings import Findings, StagePass

@@ -25,7 +25,8 @@ from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
 from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
-from ..parallel.stage import Joined, Stage, Stages
+from ..pipeline.joined_stages import Joined
+from ..pipeline.stage import Stage, Stages
 from ..scaling.grad_reduce import align_gradients
 
 

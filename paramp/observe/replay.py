@@ -11,7 +11,7 @@ import torch
 from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
 from ..parallel.batches import Batch
-from ..parallel.stage import Stages
+from ..pipeline.stage import Stages
 
 RandomStates = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 """The states of torch's default generators, and of each stage's random stream."""

@@ -7,6 +7,7 @@ has 1 in dim 0 goes whole to every microbatch, and so does a tensor in :func:`wh
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,7 +17,12 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.trees import children, leaves, map_leaves, step_to
-from .stage_io import CONSTANTS
+
+CONSTANTS = (
+    *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Values that are the same in each batch of a kind."""
 
 
 class Whole:

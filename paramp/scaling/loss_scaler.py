@@ -95,7 +95,7 @@ class DistributedGradScaler(GradScaler):
     def _create_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
-        self._lazy_init_scale_growth_tracker(self._home)
+        super()._lazy_init_scale_growth_tracker(self._home)
         self._overflow_tracker = torch.full((), self._init_overflow_tracker, dtype=torch.int32, device=self._home)
 
     def _unscale_grads_(
@@ -112,7 +112,7 @@ class DistributedGradScaler(GradScaler):
         unscale_and_check_(gradients, inv_scale, found_inf)
         if not gradients and not self.in_group():
             return {}  # no other process can have any, so torch's step() and update() raise
-        self.agree_(found_inf)
+        self.agree(found_inf)
         return {found_inf.device: found_inf}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -138,7 +138,7 @@ class DistributedGradScaler(GradScaler):
             return []
         return [*self._check_scale_growth_tracker("tensors"), self._overflow_tracker]
 
-    def agree_(self, found_inf: torch.Tensor) -> None:
+    def agree(self, found_inf: torch.Tensor) -> None:
         """Set ``found_inf``, 0 or 1 on each rank, to 1 on every rank of the group if it is 1 on any."""
         if self.in_group():
             # A sum, not a maximum: gloo's MAX drops NaN.
@@ -183,10 +183,10 @@ class DistributedGradScaler(GradScaler):
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        self.update_from_flag(torch.stack(found).amax())
+        self.commit(torch.stack(found).amax())
         self._per_optimizer_states.clear()
 
-    def update_from_flag(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:
+    def commit(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:
         """Update the scale from ``found_inf`` (0 or 1, 0-dim, equal on all ranks). No host synchronisation.
 
         ``counts``: 0 if a finite step does not count towards the growth interval.

@@ -109,7 +109,7 @@ def test_aliases_name_a_mode():
 
 
 def test_norms_of_a_mode_are_computed_as_the_rest_but_under_autocast():
-    """The other columns are those of the README (tests/system/test_docs.py)."""
+    """The other columns are those of the page (tests/system/test_docs.py)."""
     assert [name for name, row in PRESETS.items() if row.keep_batchnorm_fp32] == ["O2"]
     assert all(row.norms is (torch.float32 if row.autocast else row.compute) for row in PRESETS.values())
     starts = {name: row.scaling.init_scale for name, row in PRESETS.items() if row.scaling is not None}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from families import family, long
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -136,6 +137,8 @@ def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
             assert hasattr(paramp, name)
 
 
+@family
+@long
 def test_the_script_for_ray_train_runs(tmp_path):
     with quiet():
         ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "ray[train]"', exc_type=ImportError)

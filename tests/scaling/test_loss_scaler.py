@@ -40,7 +40,7 @@ def attempt(scaler, *optimizers):
 
 def updated(scaler, *overflows):
     for overflow in overflows:
-        scaler.update_from_flag(torch.tensor(float(overflow)))
+        scaler.commit(torch.tensor(float(overflow)))
     return scaler
 
 
@@ -320,7 +320,7 @@ def test_a_group_decides_for_itself(world):
     attempt(scaler, sgd(weight))
     assert everywhere(scaler.get_scale()) == [2.0, 2.0, 4.0, 4.0]
     found = torch.tensor(float(world.rank > 0))
-    scaler.agree_(found)
+    scaler.agree(found)
     assert float(found) == 1.0  # a flag, on how many ranks ever it was set
 
 

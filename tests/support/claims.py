@@ -25,7 +25,7 @@ KINDS = {
     "example": "its numbers are those of an example beside it",
     "elsewhere": "it is about another library or device, and names its source or its version",
 }
-WRITTEN_BY_A_RUN = ("docs/matrix.md", "docs/versions.md")
+WRITTEN_BY_A_RUN = ("docs/tested.md", "docs/versions.md")
 """Pages whose tables a test run writes; their sentences count."""
 
 

@@ -42,7 +42,7 @@ DOCUMENTED: list[Documented] = [
     Documented(("SameBatches._check_first",), "docs/step.md", "The host waits for their bits"),
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
-    Documented(("SharedScale.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),
+    Documented(("SharedGradScaler.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),
     Documented(("ChunkRun._largest",), "docs/reproducible.md", "and the host waits for them"),
     Documented(("Replicas.check",), "docs/replicas.md", "the host reads its result"),
 ]

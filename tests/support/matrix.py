@@ -1,4 +1,4 @@
-"""The cells of the support matrix, and its table in the README."""
+"""The cells of the support matrix, and its table in docs/tested.md."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from paramp.precision.policy import PRESETS, Precision
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/tested.md"
 
 ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -54,39 +54,26 @@ def from_small_scale(mode: str) -> Precision:
     return replace(precision, scaling=replace(scaling, init_scale=2.0**10))
 
 
-TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-float16")
-ONE_AXIS = {
-    "1": MODES,
-    "dp2": ("O3", "16-mixed", "bf16-true", "fp8-mixed"),
-    "tp2": ("O2", "16-naive", "64-true"),
-    "tp2 + sp": ("bf16-mixed", "transformer-engine-float16"),
-    "pp2": ("32-true", "16-true", "bf16-naive"),
-    "dp2 + zero1": ("16-true", "32-true", "bf16-mixed", "transformer-engine"),
+ACROSS = {
+    "dp2": "fp8-mixed",
+    "tp2": "O2",
+    "tp2 + sp": "bf16-mixed",
+    "pp2": "32-true",
+    "pp2·tp2": "O3",
+    "dp2·tp2": "transformer-engine",
+    "pp2·dp2": "transformer-engine-float16",
+    "dp2 + zero1": "16-true",
+    "pp2·dp2·tp2": "16-mixed",
+    "fsdp2": "64-true",
+    "fsdp4": "bf16-mixed",
+    "hsdp2x2": "bf16-true",
+    "fsdp2·tp2": "16-naive",
+    "fsdp2·pp2": "bf16-naive",
+    "fsdp2·tp2·pp2": "16-mixed",
 }
-MANY_AXES = {
-    "pp2·tp2": ("O3", "16-true", "fp8-mixed"),
-    "dp2·tp2": ("16-naive", "bf16-true", "transformer-engine"),
-    "pp2·dp2": ("32-true", "64-true", "bf16-mixed", "O2", "transformer-engine-float16"),
-    "pp2·dp2·tp2": ("16-mixed", "bf16-naive"),
-}
-SHARDED = {
-    "fsdp4": ("bf16-mixed",),
-    "hsdp2x2": ("bf16-true",),
-    "fsdp2·tp2": ("16-naive",),
-    "fsdp2·pp2": ("bf16-naive",),
-    "fsdp2·tp2·pp2": ("16-mixed",),
-    "fsdp2": ("32-true", "64-true", "O2", "O3", "16-true", "fp8-mixed", *TRANSFORMER_ENGINE),
-}
-PART = {(layout, mode) for layout, modes in (ONE_AXIS | MANY_AXES | SHARDED).items() for mode in modes}
-"""The cells of ``make test``: every mode in one process, on a layout of one axis, of several, and on a sharded one."""
-
-HALVED = {
-    *(("pp2", "32-true"), ("fsdp2", "64-true"), ("pp2·dp2·tp2", "16-mixed"), ("fsdp2·tp2·pp2", "16-mixed")),
-    *(("tp2 + sp", "bf16-mixed"), ("fsdp4", "bf16-mixed"), ("fsdp2·tp2", "16-naive"), ("fsdp2·pp2", "bf16-naive")),
-    *(("tp2", "O2"), ("dp2", "O3"), ("dp2 + zero1", "16-true"), ("hsdp2x2", "bf16-true"), ("pp2·tp2", "fp8-mixed")),
-    *(("dp2·tp2", "transformer-engine"), ("pp2·dp2", "transformer-engine-float16")),
-}
-"""Of :data:`PART`, those that ``make test`` also trains with one rank's gradient halved: each layout and each mode."""
+"""Each layout of several ranks, with one mode; each mode is there."""
+PART = {("1", mode) for mode in MODES} | {*ACROSS.items()}
+"""The cells of ``make test``. It also trains those of several ranks with one rank's gradient halved."""
 
 SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
 """In which every schedule of a pipeline is compared."""
@@ -100,14 +87,14 @@ def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tup
 
 
 def _place(text: str, name: str) -> tuple[int, int]:
-    """Where in ``text``, the README's, the table between the two marks of ``name`` begins and ends."""
+    """Where in ``text``, the page's, the table between the two marks of ``name`` begins and ends."""
     start = f"<!-- {name}: written by `make matrix` -->"
     begin = text.index(start) + len(start)
     return begin, text.index(f"<!-- /{name} -->", begin)
 
 
 def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
-    """By row and column, the marks of the README's table ``name``."""
+    """By row and column, the marks of the page's table ``name``."""
     lines = [
         [cell.strip() for cell in line.strip("| ").split("|")]
         for line in text[slice(*_place(text, name))].strip().splitlines()
@@ -120,6 +107,6 @@ def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
 
 
 def replace_table(text: str, name: str, new: str) -> str:
-    """The README's ``text`` with the table ``new`` in the place of ``name``."""
+    """The page's ``text`` with the table ``new`` in the place of ``name``."""
     begin, end = _place(text, name)
     return f"{text[:begin]}\n\n{new}\n\n{text[end:]}"

@@ -34,7 +34,7 @@ HOSTS = {
 TORCHTITAN = "it is written for torch 2.13 and newer: with this one it crashes in the backward under FSDP2"
 """Why it is not run with an older one: it has no such bound of its own."""
 SELECTION = [
-    *("tests/base", "tests/parallel", "tests/precision", "tests/integrations"),
+    *("tests/base", "tests/parallel", "tests/pipeline", "tests/precision", "tests/integrations"),
     *("tests/checkpoint/test_dcp_storage.py", "tests/checkpoint/test_resharding.py", "tests/checkpoint/test_resume.py"),
     *("tests/data/test_corpus.py", "tests/data/test_dataloader.py"),
     *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),

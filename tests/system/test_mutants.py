@@ -10,6 +10,7 @@ import mutants
 import mutations
 import pytest
 import warm
+from families import family, long
 from mutants import Tree
 
 RECORDED = """
@@ -54,6 +55,8 @@ def test_what_is_argued_about_is_there():
     assert all(one["reason"] for one in argued)
 
 
+@family
+@long
 def test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake(monkeypatch):
     if not (mutations.ROOT / ".git").exists():
         pytest.skip("this tree is a copy itself")

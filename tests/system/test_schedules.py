@@ -11,7 +11,7 @@ import torch
 from beside_plain import assert_gradients, assert_weights, randn, seeded, train_both
 from families import WHOLE, family
 from families import cases as chosen
-from matrix import README, SCHEDULE_MODES, from_small_scale, marks_of, replace_table, table
+from matrix import PAGE, SCHEDULE_MODES, from_small_scale, marks_of, replace_table, table
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
 from small_engines import engine_of
@@ -137,8 +137,8 @@ def test_two_schedules_keep_the_activations_of_all_microbatches_at_once(name):
     assert (max(kept) == stages * microbatches) == (name in ("gpipe", "looped-bfs"))
 
 
-README_CELLS = [(schedule, mode) for schedule in SCHEDULES for mode in SCHEDULE_MODES]
-EVERYTHING = [*README_CELLS, ("interleaved-1f1b", "fp8-mixed"), ("zbv", "fp8-mixed")]
+PAGE_CELLS = [(schedule, mode) for schedule in SCHEDULES for mode in SCHEDULE_MODES]
+EVERYTHING = [*PAGE_CELLS, ("interleaved-1f1b", "fp8-mixed"), ("zbv", "fp8-mixed")]
 IN_TURN = {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumerate(SCHEDULES)}
 TOLERANCE_REJECTS = [("zbv", "16-naive"), ("interleaved-1f1b", "bf16-mixed")]
 CELLS = chosen("schedules", EVERYTHING, IN_TURN | {("zbv", "fp8-mixed"), *TOLERANCE_REJECTS}, 3)
@@ -230,17 +230,17 @@ def test_schedules_that_split_backwards_refuse_sharded_parameters(world):
             paramp.launch_from_torch({"parallel": parallel})
 
 
-def test_the_readmes_table_is_what_came_out(green, request):
+def test_the_table_of_the_page_is_what_came_out(green, request):
     """After the cells. ``make matrix``, which runs all of them, writes the table anew."""
-    text = README.read_text(encoding="utf-8")
-    if (WHOLE and green.issuperset(README_CELLS)) or request.config.getoption("--write-matrix"):
+    text = PAGE.read_text(encoding="utf-8")
+    if (WHOLE and green.issuperset(PAGE_CELLS)) or request.config.getoption("--write-matrix"):
         expected = replace_table(text, "schedules", table("schedule", SCHEDULES, SCHEDULE_MODES, green))
         if request.config.getoption("--write-matrix"):
-            README.write_text(expected, encoding="utf-8")
-        assert expected == README.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+            PAGE.write_text(expected, encoding="utf-8")
+        assert expected == PAGE.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
     marks = marks_of(text, "schedules")
-    assert list(marks) == README_CELLS
-    assert all(marks[cell] == "✓" for cell in green.intersection(README_CELLS))
+    assert list(marks) == PAGE_CELLS
+    assert all(marks[cell] == "✓" for cell in green.intersection(PAGE_CELLS))
 
 
 @family

@@ -15,7 +15,7 @@ from ...checkpoint.header import Header
 from ...checkpoint.json_codec import decode, encode
 from ...distributed.context import ParallelContext
 from ...distributed.rng import RandomStream, derive_seed, random_states, set_random_states
-from ...parallel.stage import Stages
+from ...pipeline.stage import Stages
 
 STAGE, RANK = "random.stage.", "random.rank."
 PYTHON_STATE = 2**15

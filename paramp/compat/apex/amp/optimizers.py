@@ -124,7 +124,7 @@ class ApexOptimizer:
     def _step(self, original: Any, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         for scaler in self.session.loss_scalers:
             if scaler.awaits(self):
-                scaler.agree()
+                scaler.decide()
         if any(weight.scale is not None for weight in self.weights):
             raise AmpError(
                 "optimizer.step(): the gradients are still scaled, because the last amp.scale_loss had "

@@ -80,9 +80,9 @@ def _scaled(
     if not delay_unscale:
         unscale_(weights, scale, found_inf)
     if not delay_unscale or unscaled_others:
-        scaler.add_findings(found_inf, stepping)
+        scaler.add_flag(found_inf, stepping)
     if not delay_unscale and not delay_overflow_check:
-        scaler.agree()
+        scaler.decide()
 
 
 @contextmanager

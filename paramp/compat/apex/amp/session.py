@@ -24,14 +24,20 @@ class _Steps(Protocol):
     overflows: dict[int, str]
 
 
-class LossScaler:
+NEVER = torch.iinfo(torch.int32).max
+
+
+class LossScaler(DistributedGradScaler):
     """The scale of one loss, which changes if ``dynamic``, and the overflow flag of its last backwards."""
 
     def __init__(self, loss_id: int, scaling: LossScaling, *, dynamic: bool) -> None:
         # Apex begins at the ceiling if that is below the usual initial scale.
         first = min(scaling.init_scale, scaling.max_scale or scaling.init_scale)
+        scaling = replace(scaling, init_scale=first)
+        if not dynamic:
+            scaling = replace(scaling, growth_interval=NEVER, hysteresis=NEVER)
         # On the CPU: the only value from the device is the flag, which the host has to read in any case.
-        self._scaler = DistributedGradScaler("cpu", **asdict(replace(scaling, init_scale=first)))
+        super().__init__("cpu", **asdict(scaling))
         self.loss_id = loss_id
         self.dynamic = dynamic
         self._found_inf: torch.Tensor | None = None  # 0-dim, of backwards on which the ranks have not agreed yet
@@ -39,12 +45,12 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """The factor for the next loss."""
-        return self._scaler.get_scale()
+        return self.get_scale()
 
     @property
     def unskipped(self) -> int:
         """The number of backwards without overflow since the last overflow or growth."""
-        return self._scaler._get_growth_tracker()
+        return self._get_growth_tracker()
 
     # Apex's names, which scripts read and set.
     _loss_scale = property(loss_scale, lambda self, scale: self.load(scale, self.unskipped))
@@ -52,10 +58,9 @@ class LossScaler:
 
     def load(self, loss_scale: float, unskipped: int) -> None:
         """Load a saved scale."""
-        saved = {"scale": float(loss_scale), "_growth_tracker": int(unskipped)}
-        self._scaler.load_state_dict(self._scaler.state_dict() | saved)
+        self.load_state_dict(self.state_dict() | {"scale": float(loss_scale), "_growth_tracker": int(unskipped)})
 
-    def add_findings(self, found_inf: torch.Tensor, optimizers: Iterable[_Steps]) -> None:
+    def add_flag(self, found_inf: torch.Tensor, optimizers: Iterable[_Steps]) -> None:
         """Record this rank's overflow flag of a backward, 0-dim 0 or 1, for the gradients of ``optimizers``."""
         self._found_inf = found_inf if self._found_inf is None else torch.maximum(self._found_inf, found_inf)
         self._optimizers += [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
@@ -64,16 +69,13 @@ class LossScaler:
         """Whether the ranks have not agreed yet on a backward for ``optimizer``."""
         return optimizer in self._optimizers
 
-    def agree(self) -> None:
+    def decide(self) -> None:
         """Agree with all ranks on the flag, update the scale, and after an overflow make the optimizers skip."""
         assert self._found_inf is not None
-        self._scaler.agree_(self._found_inf)
+        self.agree(self._found_inf)
         overflow = bool(self._found_inf > 0)
         before = self.loss_scale()
-        if self.dynamic:
-            self._scaler.update_from_flag(torch.tensor(float(overflow)))
-        else:
-            self.load(before, 0 if overflow else self.unskipped + 1)
+        self.commit(torch.tensor(float(overflow)))
         if overflow:
             after = self.loss_scale()
             what = f"reducing loss scale to {after}" if after < before else f"keeping loss scale {after}"

@@ -26,7 +26,7 @@ from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
-from ....parallel.stage import Stage
+from ....pipeline.stage import Stage
 from ....precision.policy import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer

@@ -173,7 +173,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             self._weights.write_back()
         self.optim._opt_called = True  # type: ignore[attr-defined]  # else a scheduler warns after a skipped step
         self._weights.drop_master_gradients()
-        self.scaler.update_from_flag(found_inf)
+        self.scaler.commit(found_inf)
         self.num_steps += not overflow
         self.num_skipped += overflow
         result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
@@ -224,7 +224,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             complete_and_check(parameters, found_inf)
             gradients = self._weights.load_gradients()
             unscale_and_check_(gradients, torch.full_like(found_inf, 1.0 / self.scaler.get_scale()), found_inf)
-            self.scaler.agree_(found_inf)
+            self.scaler.agree(found_inf)
             self._found_inf = found_inf
         return self._present([stepped.grad for stepped in self._weights.stepped])
 

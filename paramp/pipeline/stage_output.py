@@ -12,7 +12,6 @@ A :class:`StageOutput` describes such a tree, for one stage and one shape of the
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,7 @@ from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.trees import leaves, map_leaves, map_tensors, tensors
-
-CONSTANTS = (
-    *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
-    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
+from ..parallel.batches import CONSTANTS
 
 
 class _Sent:
@@ -64,7 +59,7 @@ class Constant:
         return repr(self.value)
 
 
-class _Received(torch.autograd.Function):
+class _Copied(torch.autograd.Function):
     """Copies of tensors. If any of them gets a gradient, all do: zeros for those that are not used.
 
     The gradients are made contiguous, because schedules that split the backward send them without a copy.
@@ -121,7 +116,7 @@ class StageOutput:
     def unpack(self, tensors: tuple[torch.Tensor, ...], device: torch.device, dtype: torch.dtype | None) -> Any:
         """The values packed in ``tensors``, on ``device``; differentiable ones in ``dtype``, or as they were sent."""
         if torch.is_grad_enabled():
-            tensors = _Received.apply(*tensors)
+            tensors = _Copied.apply(*tensors)
         differentiable = iter(tensors)
         fixed = _read(tensors[-1].detach(), self._fixed)
 

@@ -9,7 +9,7 @@ from small_engines import engine_of
 from torch import nn
 
 import paramp
-from paramp.parallel.split_backward import SplitBackward
+from paramp.pipeline.split_backward import SplitBackward
 
 
 class Layers(nn.Module):

@@ -22,9 +22,9 @@ from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
 from ..distributed.failures import is_lost_connection
-from .batches import Batch
+from ..parallel.batches import Batch
 from .stage import Stage, Stages
-from .stage_io import StageOutput, plain
+from .stage_output import StageOutput, plain
 
 if TYPE_CHECKING:
     from .stage_recorder import RecordedStage

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the stages of a rank, the schedules that run them, and what is sent between them."""
