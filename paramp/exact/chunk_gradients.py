@@ -15,8 +15,7 @@ from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.axes import replicated_axes
 from ..optim.flat_buffer import FlatParam
-from ..optim.flat_gradients import FlatGradients
-from ..optim.gradient_reduction import GradientReduction
+from ..optim.flat_gradients import FlatGradients, GradientReduction
 from ..scaling.grad_reduce import sum_tied_gradients
 from .tree_sum import SumTree, Terms, sum_over_
 

@@ -8,7 +8,7 @@ import torch
 
 from ..base import sizes
 from ..optim.flat_buffer import FlatParam
-from ..optim.gradient_reduction import Units
+from ..optim.flat_gradients import Units
 from .chunk_gradients import ChunkGradients, presence_of, without_absent
 from .tree_sum import Terms, own_slice_of_sum, sum_over
 

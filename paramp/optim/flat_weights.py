@@ -24,13 +24,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.context import ParallelContext
-from ..exact.chunk_gradients import ChunkGradients
-from ..exact.sharded_chunks import ShardedChunkGradients
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
@@ -38,12 +37,10 @@ from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
 from .flat_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .flat_gradients import FlatGradients
-from .fsdp_reduction import UnitReduction
-from .gradient_reduction import AllReduce, GradientReduction, Units
+from .flat_gradients import FlatGradients, Units
+from .gradient_reduction import gradient_reduction
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
-from .zero import ReduceScatter, gather_weights
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""
@@ -123,7 +120,7 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        reduction = _reduction(units, context)
+        reduction = gradient_reduction(units, context)
         self.gradients = FlatGradients(self.params, self.buffers, self.frozen, ties, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
@@ -290,15 +287,11 @@ class OptimizerWeights:
         gather_weights(self.buffers, self._context.batch_axis.group)
 
 
-def _reduction(units: Units | None, context: ParallelContext) -> GradientReduction:
-    """How gradients are summed over data ranks."""
-    if context.config.reproducible:
-        return ChunkGradients() if units is None else ShardedChunkGradients(units)
-    if units is not None:
-        return UnitReduction(units)
-    if context.batch_axis.size == 1:
-        return GradientReduction()
-    return ReduceScatter() if context.config.parallel.zero > 0 else AllReduce()
+def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
+    """All-gather the stepped weights over ``group``: one all-gather for each buffer."""
+    for buffer in buffers:
+        if buffer.num_parts > 1:
+            all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

@@ -1,103 +1,45 @@
-"""How gradients are summed over data ranks: :class:`~paramp.optim.flat_gradients.FlatGradients` is given one of these.
+"""How gradients are summed over data ranks: one of these is given to the flat gradients.
 
-====================================================  =================================================================
-:class:`GradientReduction`                            nothing to sum: one data rank
-:class:`AllReduce`                                    one all-reduce for each buffer, at the step
-:class:`~paramp.optim.zero.ReduceScatter`             ZeRO: a reduce-scatter for each buffer, in the last backward
-:class:`~paramp.optim.fsdp_reduction.UnitReduction`   FSDP2 has reduced each unit at the end of its backward
-====================================================  =================================================================
+=========================  ===================================================================
+:class:`AllReduce`         one all-reduce for each buffer, at the step
+:class:`ReduceScatter`     ZeRO-1: a reduce-scatter for each buffer, in the last backward
+:class:`UnitReduction`     FSDP2 has reduced each unit into the buffers, at the end of its backward
+=========================  ===================================================================
 
-The exact mode has its own (:mod:`paramp.exact.chunk_gradients`).
+One data rank needs none (:class:`~paramp.optim.flat_gradients.GradientReduction`); the exact mode has two of its own
+(:mod:`paramp.exact.chunk_gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 
-from ..base.collectives import sum_
-from ..scaling.grad_reduce import sum_tied_gradients
-from .flat_buffer import FlatParam
+from ..base.collectives import start_reduce_scatter
+from ..base.torch_internals import expect
+from ..distributed.context import ParallelContext
+from ..exact.chunk_gradients import ChunkGradients
+from ..exact.sharded_chunks import ShardedChunkGradients
+from ..scaling.grad_reduce import unscale_and_check_
+from .flat_buffer import Buffer, FlatParam
+from .flat_gradients import FlatGradients, GradientReduction, Units
 
-if TYPE_CHECKING:
-    from .flat_gradients import FlatGradients
-
-
-class Units(Protocol):
-    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
-
-    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
-
-    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
-
-    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
+expect("torch._foreach_zero_")
 
 
-class GradientReduction:
-    """The reduction where there is one data rank. The others are its subclasses.
-
-    Attributes:
-        units: those of FSDP2 that gather the parameters in a batch; None if it does not shard them.
-        sums_changes: whether gradients that are set by hand are summed too.
-    """
-
-    units: Units | None = None
-    sums_changes = True
-
-    def attach(self, gradients: FlatGradients) -> None:
-        """Reduce ``gradients`` from now on."""
-        self._gradients = gradients
-        self._params, self._context, self._zeros = gradients.params, gradients.context, gradients.zeros
-
-    def begin_backward(self) -> None:
-        """Gradients are in their buffers, and a backward or the step begins."""
-
-    def begin_last_backward(self) -> None:
-        """The next backward is the last one of a window."""
-
-    def end_last_backward(self) -> None:
-        """It has ended, on all data ranks."""
-
-    def forget(self) -> None:
-        """All gradients were set to zero."""
-
-    def check(self) -> None:
-        """Raise a RuntimeError for gradients that were changed by hand where no reduction takes the change."""
-
-    def before_collection(self, found_inf: torch.Tensor) -> None:
-        """The step begins. ``found_inf``, 0-dim float32, is set to 1 for what is not finite and not checked later."""
-
-    def absent(self, unchanged: list[FlatParam]) -> list[FlatParam]:
-        """The parameters without a gradient on this rank; ``unchanged``: whose buffers nobody has written to."""
-        return unchanged
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
-
-        The summation order over data ranks depends on the position in the buffer, which differs between stages. So the
-        sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
-        """
-        self._sum_ties()
-
-    def _sum_ties(self) -> None:
-        dtype = self._context.config.precision.reduce_dtypes.pp
-        sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
-
-    def _sum_over_data_ranks(self, gradients: Iterable[torch.Tensor]) -> None:
-        for gradient in gradients:
-            sum_([gradient], self._context.batch_axis.group, self._context.config.precision.reduce_dtypes.dp)
-
-    def outside_buffers(self) -> Iterable[tuple[torch.Tensor, float]]:
-        """Gradients that are not in their buffers yet, and their norm weights; before those are looked at."""
-        return ()
+def gradient_reduction(units: Units | None, context: ParallelContext) -> GradientReduction:
+    """How an engine's gradients are summed over data ranks."""
+    if context.config.reproducible:
+        return ChunkGradients() if units is None else ShardedChunkGradients(units)
+    if units is not None:
+        return UnitReduction(units)
+    if context.batch_axis.size == 1:
+        return GradientReduction()
+    return ReduceScatter() if context.config.parallel.zero > 0 else AllReduce()
 
 
 class AllReduce(GradientReduction):
@@ -108,3 +50,165 @@ class AllReduce(GradientReduction):
         """As in the base class."""
         self._sum_over_data_ranks(buffer.gradients for buffer in self._gradients.buffers)
         self._sum_ties()
+
+
+class ReduceScatter(GradientReduction):
+    """A reduce-scatter of each buffer during the backward, as soon as its gradients are complete.
+
+    This is possible only in the last backward of a window, and not for gradients that the step completes: those of tied
+    parameters, and those whose placements differ from their parameters'. Every rank starts the same buffers in the same
+    order, each once per call of ``forward_backward``, whichever of its parameters got a gradient. After the step's
+    reduction each rank has the sums of its part.
+    """
+
+    def attach(self, gradients: FlatGradients) -> None:
+        """As in the base class."""
+        super().attach(gradients)
+        self._buffers = gradients.buffers
+        self._reduced: dict[FlatParam, int] = {}  # and the version of the gradient after the reduction
+        self._waiting: dict[Buffer, set[FlatParam]] = {}  # parameters without a gradient yet
+        self._overlappable: list[Buffer] = []  # buffers that can be reduced before the step
+        self._next: list[Buffer] = []  # overlappable buffers that have not been started, in this order
+        self._running: list[Callable[[], None]] = []
+        self._armed = False
+        self._places = [(buffer, param) for buffer in self._buffers for param in buffer.params]
+        for index, (_, param) in enumerate(self._places):
+            hook = functools.partial(_notify, weakref.ref(self), index)
+            param.parameter.register_post_accumulate_grad_hook(hook)
+
+    def begin_last_backward(self) -> None:
+        """From here on, reduce buffers as they become complete."""
+        # Not in the first window, which finds the gradients whose placements differ from their parameters'.
+        if not self._gradients.knows_placements:
+            return
+        self._overlappable = [buffer for buffer in self._buffers if not any(map(self._completes_late, buffer.params))]
+        self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
+        self._next = list(self._overlappable)
+        self._armed = True
+
+    def _completes_late(self, param: FlatParam) -> bool:
+        return param.placement_mismatch or param.parameter in self._gradients.tied
+
+    def end_last_backward(self) -> None:
+        """Reduce the rest of the overlappable buffers, and wait for all reductions."""
+        if not self._armed:
+            return
+        self._armed = False
+        self._start_overlapped(self._next)
+        self._finish()
+        self._reduced |= {param: param.version for buffer in self._overlappable for param in buffer.params}
+
+    def arrived(self, index: int) -> None:
+        """Record that a parameter has its gradient, and start the next buffers, in order, that were complete before.
+
+        The parameter itself counts from the next call on: the user's hooks that run after this one may change its
+        gradient.
+        """
+        if not self._armed:
+            return
+        buffer, param = self._places[index]
+        if param not in self._waiting[buffer]:
+            raise RuntimeError(
+                f"{param.name!r} got two gradients in one backward, as under activation checkpointing with "
+                "use_reentrant=True; pass use_reentrant=False there, or set parallel.zero to 0"
+            )
+        complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
+        self._waiting[buffer].discard(param)
+        self._start_overlapped(complete)
+        del self._next[: len(complete)]
+
+    def _start_overlapped(self, buffers: Sequence[Buffer]) -> None:
+        self._gradients.take_back(param for buffer in buffers for param in buffer.params)
+        self._start(buffers)
+
+    def _start(self, buffers: Iterable[Buffer]) -> None:
+        group, dtype = self._context.batch_axis.group, self._context.config.precision.reduce_dtypes.dp
+        for buffer in buffers:
+            own = buffer.own(buffer.gradients)
+            self._running.append(start_reduce_scatter(buffer.gradients, own, group, dtype))
+
+    def _finish(self) -> None:
+        while self._running:
+            self._running.pop(0)()
+
+    def before_collection(self, found_inf: torch.Tensor) -> None:
+        """As in the base class: elements outside this rank's part that were changed after they had been reduced."""
+        changed = [param.local_gradient for param, then in self._reduced.items() if param.version != then]
+        unscale_and_check_(changed, torch.ones_like(found_inf), found_inf)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """As in the base class; a reduce-scatter for each buffer that the last backward has not reduced."""
+        tied = [param.local_gradient for param in self._params if param.parameter in self._gradients.tied]
+        self._sum_over_data_ranks(tied)
+        self._sum_ties()
+        if tied and self._context.batch_axis.rank > 0:
+            torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
+        self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
+        self._finish()
+        self._reduced = {}
+
+
+def _notify(reducer: weakref.ref[ReduceScatter], index: int, _: torch.Tensor) -> None:
+    """The hook of a parameter, with a weak reference only: the garbage collector does not traverse a parameter's hooks,
+    so they would keep the engine, and its context's process groups, forever."""
+    alive = reducer()
+    if alive is not None:
+        alive.arrived(index)
+
+
+class UnitReduction(GradientReduction):
+    """The ``units`` that gather the parameters in a batch have reduced each gradient at the end of their backward."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+
+    def attach(self, gradients: FlatGradients) -> None:
+        """As in the base class."""
+        super().attach(gradients)
+        # A reduction gives zeros to a parameter that got no gradient on any rank, so versions do not show its absence.
+        self._arrived: set[torch.Tensor] = set()  # what a backward of this rank, or the user, gave a gradient
+        self._reduced = [0] * len(self._params)  # versions after the last backward
+        self._in_backward = False
+        assert self.units is not None
+        self.units.on_gradient(self._arrived.add)
+
+    def begin_backward(self) -> None:
+        """As in the base class."""
+        self._note_changes()
+        self._in_backward = True
+
+    def _note_changes(self) -> None:
+        """Record which gradients the user has changed since the last backward, or dropped."""
+        versions = self._gradients.versions()
+        if versions == self._reduced:
+            return
+        for param, version, reduced in zip(self._params, versions, self._reduced, strict=True):
+            if version == self._zeros[param]:
+                self._arrived.discard(param.parameter)
+            elif version != reduced:
+                self._arrived.add(param.parameter)
+
+    def end_last_backward(self) -> None:
+        """As in the base class."""
+        if self._in_backward:
+            self._in_backward = False
+            self._reduced = self._gradients.versions()
+
+    def forget(self) -> None:
+        """As in the base class."""
+        self._arrived.clear()
+        self._reduced = [*self._zeros.values()]
+
+    def absent(self, unchanged: list[FlatParam]) -> list[FlatParam]:
+        """As in the base class."""
+        self._note_changes()
+        return [param for param in self._params if param.parameter not in self._arrived]
+
+    def outside_buffers(self) -> tuple[()]:
+        """None; but what did not arrive on any rank is not looked at."""
+        self._note_changes()
+        for param in self._params:
+            if param.parameter not in self._arrived and not bool(self._gradients.stepped_part(param).any()):
+                self._zeros[param] = param.version
+        return ()
