@@ -55,7 +55,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.partition import plan_stages, units
-from paramp.parallel.tensor.plan import resolve_plan
+from paramp.parallel.tensor.sharding_plan import resolve_plan
 from paramp.precision.policy import Precision
 
 MAX_NORM = 1.0

@@ -55,7 +55,7 @@ class Saver:
             CheckpointError: on every rank, if any has a value that cannot be saved, or if this save, ``then`` or the
                 last save failed.
         """
-        from . import dcp_storage  # imports torch's checkpointing and DTensor, which not every training needs
+        from .sharded_save import write  # imports torch's checkpointing and DTensor, which not every training needs
 
         self.finish()
         path, group = user_path(path).resolve(), self.group
@@ -64,7 +64,7 @@ class Saver:
             chunks = self._stage(chunks)
 
         def work() -> None:
-            dcp_storage.write(path, chunks, values, group, failure)
+            write(path, chunks, values, group, failure)
             self._call_together(then)
 
         if wait or failure is not None:

@@ -10,10 +10,11 @@ import torch
 from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
 from .atomic_dir import HEADER, make_folder, new_folder, publish, publish_file, unnamed
-from .dcp_storage import rank_file, read_tensor
 from .header import MODEL, StoredSlice, StoredTensor, write_header
 from .open_checkpoint import OpenCheckpoint
+from .resharding import read_tensor
 from .safetensors_io import TensorFile, write_tensors
+from .sharded_save import rank_file
 
 
 def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | None = torch.float32) -> Path:

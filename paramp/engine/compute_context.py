@@ -3,7 +3,7 @@
 A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
 (:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax in fp32
 on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose vocabulary
-is sharded (:mod:`paramp.parallel.tensor.loss`).
+is sharded (:mod:`paramp.parallel.tensor.sharded_loss`).
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class ComputeContext:
         """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
         if not self.sharded:
             return nullcontext()
-        from ..parallel.tensor.loss import vocab_parallel_loss  # imports DTensor, which other layouts do not need
+        from ..parallel.tensor.sharded_loss import (
+            vocab_parallel_loss,  # imports DTensor, which other layouts do not need
+        )
 
         return vocab_parallel_loss(others=not in_model, computes=self.exact is None)

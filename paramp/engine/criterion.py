@@ -13,7 +13,7 @@ from ..base.trees import map_tensors
 from ..parallel.batches import Batch, loss_in
 from ..precision.autocast import moved
 from .compute_context import ComputeContext
-from .state.count_unit import as_count
+from .count_unit import as_count
 
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The mean over a microbatch, or ``(sum, count)``."""

@@ -2,8 +2,8 @@
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), the accumulation window (``window``)
 and its losses (``losses``), the step with its decision, result and counters (``step``), failures of one rank
-(``shared_failure``), checkpoints (``train_state``), the whole model (``state.full_state``), and what is reported about
-training (:mod:`paramp.observe`).
+(``shared_failure``), checkpoints (``state.training_state``), the whole model (``state.full_state``), and what is
+reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
+from .state.training_state import Stateful, TrainingState
 from .state.weight_averages import WeightAverages
 from .step import OptimizerStep, StepCounters, StepResult
-from .train_state import Stateful, TrainingState
 from .window import AccumulationWindow
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -115,7 +115,7 @@ class Engine:
         step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)
         self._optimizer_step, step.averages = step, self.ema
         self._replicas = Replicas(self.module, weights, params.ties, self.scaler, batches, context)
-        self._state = TrainingState(params, stages, step.updates, self._counters, losses, window, self.scaler, self.ema)
+        self._state = TrainingState(params, stages, window, step, self.scaler, self.ema)
         context.num_engines += 1
 
     @overload

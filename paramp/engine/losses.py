@@ -2,7 +2,7 @@
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near the counts (:mod:`.state.count_unit`), and the step corrects for
+``(sum, count)`` is also divided by a power of two near the counts (:mod:`.count_unit`), and the step corrects for
 the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 
@@ -14,9 +14,9 @@ from ..base.collectives import all_reduce_
 from ..distributed.context import ParallelContext
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
+from .count_unit import CountUnit
 from .criterion import Loss
 from .shared_failure import SAME_KIND, SharedFailure
-from .state.count_unit import CountUnit
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -57,7 +57,8 @@ class WindowLosses:
         self._scaler, self._failure, self._context = scaler, failure, context
         self.size = config.parallel.pipeline.num_microbatches * config.gradient_accumulation * context.batch_axis.size
         self.totals = LossTotals(context)
-        self.unit = CountUnit(failure, context)
+        self.unit = CountUnit(context)
+        failure.find_late = self.unit.error_of_flag
         self._kind: str | None = None
         self._one_loss = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=context.device)
         self._no_failure = torch.zeros(1, dtype=torch.float64, device=context.device)
@@ -65,7 +66,8 @@ class WindowLosses:
     def restart(self) -> None:
         """A window begins."""
         self.totals.zero_()
-        self.unit.restart()
+        if self.unit.is_used:
+            self.unit.restart()
         self._kind = self._failure.kind = None
 
     def scaled(self, loss: Loss) -> torch.Tensor:

@@ -36,7 +36,7 @@ from ..optim.user_optimizer import (
 )
 from ..parallel.adapters import ModelAdapter
 from ..parallel.compiled_blocks import CompiledBlocks, check_compiler
-from ..parallel.fsdp.checks import check_embeddings, check_scripted, check_shardable, check_stages
+from ..parallel.fsdp.unit_checks import check_embeddings, check_scripted, check_shardable, check_stages
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.partition import partition_model
@@ -227,7 +227,7 @@ def plan_layers(
     if not plan:
         return {}
     from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor.plan import check_divisible, resolve_plan
+    from ..parallel.tensor.sharding_plan import check_divisible, resolve_plan
 
     if isinstance(plan, Mapping):
         plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
@@ -250,7 +250,7 @@ def float8_conversion(
         return (lambda module: module), overflow
     dims: dict[str, int] = {}
     if styles:
-        from ..parallel.tensor.plan import sharded_dims
+        from ..parallel.tensor.sharding_plan import sharded_dims
 
         dims = sharded_dims(styles)
     conversion = functools.partial(

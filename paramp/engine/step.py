@@ -175,6 +175,7 @@ class OptimizerStep:
 
     Attributes:
         updates: for each optimizer the fused step, or its own.
+        counters: of the steps made and skipped.
         averages: of the weights, which follow the steps that are made; None if there are none.
     """
 
@@ -192,7 +193,7 @@ class OptimizerStep:
         self._changes, self._gradients = weights.changes, weights.gradients
         self._first_names = params.first_names
         self._scaler, self._losses, self._window = scaler, losses, window
-        self._failure, self._counters = failure, counters
+        self._failure, self.counters = failure, counters
         self.averages: WeightAverages | None = None
         self._context = context
         self._device = context.device
@@ -218,7 +219,7 @@ class OptimizerStep:
 
     def make(self, scale: torch.Tensor) -> StepResult:
         """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
-        self._counters.warn_if_vanished(self._optimizers)
+        self.counters.warn_if_vanished(self._optimizers)
         decision, absent = self._decide(self._gradients.complete(), scale)
         if self.averages is not None:
             self.averages.begin()
@@ -272,7 +273,7 @@ class OptimizerStep:
         self._scaler.commit(decision.overflow, ~decision.skip)
         # With gradients that were set by hand there is no loss, whose mean then is NaN.
         vanished = ~decision.skip & (decision.values[2] == 0) & ~decision.values[4].isnan()
-        self._counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)
+        self.counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)
         result = StepResult(decision.values, with_zeros=precision.log_num_zeros)
         if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
             print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)

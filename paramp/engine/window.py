@@ -45,9 +45,8 @@ class Event(enum.Enum):
 
     BACKWARD = enum.auto()
     CALL = enum.auto()
-    """A call of ``step()`` that does not end the window."""
+    """A call of ``step()`` that does not end the window; :attr:`STEP` does."""
     STEP = enum.auto()
-    """A call that does."""
     BREAK = enum.auto()
     """A batch fails, and may leave a part of its gradients."""
     DROP = enum.auto()
@@ -65,21 +64,18 @@ NO_BACKWARD = (
     "step(): no backward since the last step, so there are no gradients to step with; call "
     "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
 )
-_WHOLE: Mapping[Event, State | str] = {
+_USUAL: Mapping[Event, State | str] = {
     Event.BACKWARD: State.OPEN,
     Event.CALL: State.CALLED,
     Event.STEP: State.STEPPED,
     Event.BREAK: State.BROKEN,
     Event.DROP: State.EMPTY,
 }
-_REFUSED = Event.BACKWARD, Event.CALL, Event.STEP
+_TRAINING = Event.BACKWARD, Event.CALL, Event.STEP
 TRANSITIONS: Mapping[State, Mapping[Event, State | str]] = {
-    State.EMPTY: _WHOLE,
-    State.OPEN: _WHOLE,
-    State.CALLED: _WHOLE,
-    State.STEPPED: _WHOLE,
-    State.BROKEN: {**_WHOLE, **dict.fromkeys(_REFUSED, INCOMPLETE)},
-    State.AVERAGED: {Event.BREAK: State.AVERAGED, Event.DROP: State.AVERAGED, **dict.fromkeys(_REFUSED, APPLIED)},
+    **dict.fromkeys((State.EMPTY, State.OPEN, State.CALLED, State.STEPPED), _USUAL),
+    State.BROKEN: {**_USUAL, **dict.fromkeys(_TRAINING, INCOMPLETE)},
+    State.AVERAGED: {Event.BREAK: State.AVERAGED, Event.DROP: State.AVERAGED, **dict.fromkeys(_TRAINING, APPLIED)},
 }
 """What follows each event in each state. In a state without new gradients, a call of ``step()`` needs some that were
 changed by hand (:data:`NO_BACKWARD`)."""
@@ -93,6 +89,7 @@ class AccumulationWindow:
         mean_factor: the factor from gradients of means, which are divided by the microbatches of a whole window, to
             those of the window that has ended; more than 1 if it was shortened.
         batches: the batches of the window, for a diagnosis of a skipped step.
+        losses: those of the window.
         foreign: notices backwards of the user's own.
     """
 
@@ -104,8 +101,8 @@ class AccumulationWindow:
         failure: SharedFailure,
         context: ParallelContext,
     ) -> None:
-        self._gradients, self._losses, self._failure = gradients, losses, failure
-        self.batches = batches
+        self._gradients, self._failure = gradients, failure
+        self.losses, self.batches = losses, batches
         self.foreign = foreign_backward.ForeignBackward(gradients)
         self.state = State.EMPTY
         self.mean_factor = 1.0
@@ -137,7 +134,7 @@ class AccumulationWindow:
         return self._num_calls == self._accumulation - 1
 
     def shorten(self) -> bool:
-        """Let the window end at the next :meth:`end_call`, with the calls that were made. False if there were none.
+        """Let the next :meth:`end_call` end the window, with the calls that were made; False if there were none.
 
         A backward since the last call counts as a call.
         """
@@ -146,10 +143,10 @@ class AccumulationWindow:
         if self.state is State.CALLED:
             self._num_calls -= 1  # the last call is made again, as the window's last
             self.state = State.OPEN
-        has_gradients = self.state in (State.OPEN, State.BROKEN)
-        if has_gradients:
-            self._length = self._num_calls + 1
-        return has_gradients
+        if self.state not in (State.OPEN, State.BROKEN):
+            return False
+        self._length = self._num_calls + 1
+        return True
 
     def end_call(self, scale: torch.Tensor) -> bool:
         """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
@@ -176,9 +173,9 @@ class AccumulationWindow:
         return True
 
     def mean_loss(self) -> torch.Tensor:
-        """The mean loss of the window so far, as :meth:`WindowLosses.mean` returns it."""
+        """The mean loss of the window so far (:meth:`WindowLosses.mean`)."""
         with self.failing():
-            return self._losses.mean()
+            return self.losses.mean()
 
     def _check_source(self) -> None:
         """Raise if a backward of the user's has accumulated gradients."""
@@ -194,7 +191,7 @@ class AccumulationWindow:
             # After a step, an overflow is that of a forward since then, whose backward is still to come.
             state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
             self._gradients.drop(overflow=state is not State.STEPPED)
-            self._losses.restart()
+            self.losses.restart()
             self.batches.drop()
             self._num_calls, self._length = 0, self._accumulation
             self._failed = self.foreign.accumulated = False

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
-from ..parallel.tensor import loss as any_order
-from ..parallel.tensor.loss import group_of_classes, has_sharded_classes
+from ..parallel.tensor import sharded_loss as any_order
+from ..parallel.tensor.sharded_loss import group_of_classes, has_sharded_classes
 from .place import Place
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
-from ..parallel.tensor.plan import apply_plan
+from ..parallel.tensor.sharding_plan import apply_plan
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence
 from .place import Place
 from .styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle

@@ -100,7 +100,7 @@ def _resolved(adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle]) ->
     if not plan:
         return {}
     from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor.plan import resolve_plan
+    from ..parallel.tensor.sharding_plan import resolve_plan
 
     plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
     styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
@@ -115,7 +115,7 @@ def apply_styles(module: nn.Module, styles: Mapping[str, ParallelStyle], context
 
         apply_sliced_plan(module, styles, mesh)
     elif styles and mesh is not None:
-        from ..parallel.tensor.plan import apply_plan
+        from ..parallel.tensor.sharding_plan import apply_plan
 
         apply_plan(module, styles, mesh)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, run_within, unbound
-from ..parallel.tensor.exchange import Specs, as_shards, gather, local_shard, own_slice
+from ..parallel.tensor.differentiable_collectives import Specs, as_shards, gather, local_shard, own_slice
 from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
 from .functions import unwatched
 from .place import Place

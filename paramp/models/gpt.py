@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..parallel.tensor.loss import mask_tail
+from ..parallel.tensor.sharded_loss import mask_tail
 from .presets import PresetModel
 from .transformer import Dropout, Linear, TransformerConfig
 

@@ -23,8 +23,8 @@ from ..base.wrapped_models import is_compiled, is_ddp, unwrapped
 from ..config.schema import Config
 from ..distributed.context import ParallelContext, required_context
 from ..distributed.rendezvous import agree_on_call
-from ..parallel.fsdp.checks import is_unit
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
+from ..parallel.fsdp.unit_checks import is_unit
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..scaling.grad_reduce import align_gradients

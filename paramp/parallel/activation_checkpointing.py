@@ -97,7 +97,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     forward, again = torchs.create_selective_checkpoint_contexts(_keep_products)
     if "torch.distributed.tensor" not in sys.modules or torch.compiler.is_compiling():
         return forward, again
-    from .tensor.exchange import keeping_inputs  # imports DTensor, which other layouts do not need
+    from .tensor.differentiable_collectives import keeping_inputs  # imports DTensor, which other layouts do not need
 
     return _within(keeping_inputs(), forward), _within(keeping_inputs(), again)
 

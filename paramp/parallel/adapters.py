@@ -19,8 +19,8 @@ from .materialize import check_materializable, is_on_meta, reset_parameters
 from .partition import Partition, SequentialPartition, is_sequential
 
 if TYPE_CHECKING:
-    from .huggingface.pretrained_folder import PretrainedFiles
-    from .tensor.plan import Plan
+    from .huggingface.pretrained_weights import PretrainedFiles
+    from .tensor.sharding_plan import Plan
 
 
 class ModelAdapter:
@@ -109,13 +109,13 @@ class HuggingFaceAdapter(ModelAdapter):
 
     def family_plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         from .huggingface.lora import without_adapters
-        from .huggingface.plan import pretrained_plan
+        from .huggingface.pretrained_plan import pretrained_plan
 
         return pretrained_plan(without_adapters(self.model), tensor_size, sequence_parallel)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
+        from .huggingface.decoder_partition import PretrainedPartition
         from .huggingface.missing_plans import find_architecture
-        from .huggingface.partition import PretrainedPartition
 
         known, _ = find_architecture(self.model)
         if (known is None or known.is_chain) and not self._is_on_meta:
@@ -137,8 +137,8 @@ class HuggingFaceAdapter(ModelAdapter):
     def filler(self) -> Callable[[nn.Module], None]:
         if not self._is_on_meta:
             return super().filler()
-        from .huggingface.initial_weights import pretrained_filler
         from .huggingface.lora import without_adapters
+        from .huggingface.pretrained_weights import pretrained_filler
 
         return pretrained_filler(without_adapters(self.model), self._files or ())
 
@@ -149,7 +149,7 @@ class HuggingFaceAdapter(ModelAdapter):
     def _files(self) -> PretrainedFiles | None:
         """The files of a model that ``from_pretrained`` has put on ``meta``."""
         from .huggingface.lora import without_adapters
-        from .huggingface.pretrained_folder import PretrainedFiles, is_from_folder
+        from .huggingface.pretrained_weights import PretrainedFiles, is_from_folder
 
         is_stored = self._is_on_meta and is_from_folder(self.model)
         return PretrainedFiles(without_adapters(self.model)) if is_stored else None
@@ -159,7 +159,7 @@ class HuggingFaceAdapter(ModelAdapter):
         return any(is_on_meta(module) for module in self.model.modules())
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
-        from .huggingface.pretrained_folder import write_folder
+        from .huggingface.pretrained_weights import write_folder
 
         return write_folder
 

@@ -33,7 +33,7 @@ from ..base.module_surgery import PassThrough
 from ..base.torch_internals import take
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
-from .fsdp.checks import is_unit
+from .fsdp.unit_checks import is_unit
 
 _has_any_global_hook = take("torch.nn.modules.module._has_any_global_hook")
 
@@ -191,7 +191,7 @@ class _Call:
             return self._eager(*args, **kwargs)
         if not self._shards:
             return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
-        from .tensor.exchange import local_shard  # imports DTensor, which other layouts do not need
+        from .tensor.differentiable_collectives import local_shard  # imports DTensor, which other layouts do not need
 
         wholes = [(module, name, module._parameters[name]) for module, name, _ in self._shards]
         try:

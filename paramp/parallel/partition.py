@@ -1,7 +1,7 @@
 """Partitioning of a model into pipeline stages.
 
 There are three partitions: :class:`SequentialPartition` here, for ``nn.Sequential``; one for Hugging Face models
-(:mod:`paramp.parallel.huggingface.partition`); and one for all other models, which are traced
+(:mod:`paramp.parallel.huggingface.decoder_partition`); and one for all other models, which are traced
 (:mod:`paramp.parallel.partition_fx`). In every stage, modules and parameters have the names of the whole model.
 """
 

@@ -11,8 +11,8 @@ from small_engines import filled_engine, only_value, value_at
 import paramp
 from paramp.base.errors import CheckpointError
 from paramp.checkpoint import open_checkpoint
-from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 from paramp.checkpoint.run_folder import checkpoints_in
 
 

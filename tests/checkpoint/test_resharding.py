@@ -12,8 +12,8 @@ from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
-from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 from paramp.parallel.tensor.linear import PackedRowwise
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}

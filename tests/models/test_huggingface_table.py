@@ -18,7 +18,7 @@ from reference import UNITS_WEIGHTS, rank_slice, rounding
 
 import paramp
 from paramp.parallel.adapters import adapter_for
-from paramp.parallel.huggingface.plan import pretrained_plan
+from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.partition import plan_stages
 
 pytest.importorskip("transformers")

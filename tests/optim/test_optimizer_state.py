@@ -15,8 +15,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import paramp
 from paramp.base.dtensor import is_dtensor
-from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 from paramp.compat.colossalai.amp.convert import convert_to_amp
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from traceable import Nested, UNet
 
 import paramp
-from paramp.parallel.tensor.plan import check_divisible, resolve_plan
+from paramp.parallel.tensor.sharding_plan import check_divisible, resolve_plan
 
 
 def layers(count=2, **options):

@@ -15,13 +15,13 @@ pytest.importorskip("transformers")
 
 import pretrained
 
-from paramp.parallel.huggingface.initial_weights import pretrained_filler
+from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
 from paramp.parallel.huggingface.output import without_cache
-from paramp.parallel.huggingface.partition import PretrainedPartition
-from paramp.parallel.huggingface.plan import pretrained_plan
+from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
+from paramp.parallel.huggingface.pretrained_weights import pretrained_filler
 from paramp.parallel.materialize import materialize
 from paramp.parallel.partition import plan_stages
-from paramp.parallel.tensor.plan import check_divisible, resolve_plan
+from paramp.parallel.tensor.sharding_plan import check_divisible, resolve_plan
 
 MODELS = {
     # Odd vocabularies do not divide over two ranks.

@@ -15,7 +15,7 @@ from torch import nn
 import paramp
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.tensor import exchange
-from paramp.parallel.tensor.plan import apply_plan, resolve_plan
+from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan
 
 
 def of_a_copy(function, group, extra, x):

@@ -16,7 +16,7 @@ from torch import nn
 import paramp
 from paramp.parallel.adapters import adapter_for
 from paramp.parallel.huggingface.lora import extend_to_adapters
-from paramp.parallel.tensor.plan import resolve_plan
+from paramp.parallel.tensor.sharding_plan import resolve_plan
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 import paramp
 from paramp import algorithms, functional
 from paramp.nn import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm
-from paramp.parallel.tensor.plan import apply_plan
+from paramp.parallel.tensor.sharding_plan import apply_plan
 from paramp.parallel.tensor.styles import STYLES
 from paramp.precision import norms
 

@@ -19,8 +19,8 @@ from reference import rank_slice
 
 import paramp
 from paramp.base.trees import map_tensors
-from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 from paramp.precision.policy import Precision
 
 NAMES = ["1", "tp2", "tp4", "tp2 + sp", "pp2", "pp2 interleaved", "pp2 zero-bubble", "pp4", "dp2", "dp4", "dp2 + zero1"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from commands import ROOT, TORCHRUN, environment
 
-from paramp.checkpoint.dcp_storage import read_tensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 from paramp.distributed.rendezvous import free_port
 
 TINY = [

@@ -12,13 +12,13 @@ import paramp
 
 TWICE = {
     *("_Given", "Block", "Difference"),
-    *("checks.py", "chunks.py", "compare.py", "exchange.py", "loss.py", "partition.py", "plan.py", "report.py"),
+    *("chunks.py", "compare.py", "report.py"),
     *("step.py", "styles.py"),
 }
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
     *("BatchRunner", "ChunkRun", "FlatGradients", "FlatWeights", "Heartbeat", "ParallelContext", "Stage"),
-    *("TrainingState", "Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
+    *("Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
     *("FlatParam", "StepRange", "Origin"),
 }
 """Constructors with more than six arguments that are still to be split."""

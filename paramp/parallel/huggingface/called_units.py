@@ -23,9 +23,9 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, copy_on_meta, keep_only, names_outside, with_forward
 from ...base.trees import leaves, map_tensors, tensors
+from .decoder_partition import no_plan, put_at
 from .missing_plans import find_architecture
 from .output import call_options, check_output, counting
-from .partition import no_plan, put_at
 
 
 class CalledUnitsPartition:

@@ -1,7 +1,7 @@
 """Linear layers and embeddings whose weight is sharded over the tensor axis, computed on local tensors.
 
 Parameters are DTensors. The forward takes plain tensors and computes on this rank's shards, with the communication of
-:mod:`paramp.parallel.tensor.exchange`, because DTensor's dispatch costs up to 2 ms of Python a layer.
+:mod:`paramp.parallel.tensor.differentiable_collectives`, because DTensor's dispatch costs up to 2 ms of Python a layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
-from .exchange import (
+from .differentiable_collectives import (
     Specs,
     as_shards,
     enter,
@@ -165,7 +165,7 @@ def distribute(
 ) -> None:
     """Make the parameter ``name`` of ``module``, equal on all ranks, a DTensor. Without the parameter, do nothing.
 
-    The module computes on its :func:`~.exchange.local_shard`, whose gradient may be partial.
+    The module computes on its :func:`~.differentiable_collectives.local_shard`, whose gradient may be partial.
     """
     parameter: Any = module._parameters[name]
     if parameter is not None:

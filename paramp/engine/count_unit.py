@@ -26,10 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...base.collectives import all_reduce_
-from ...base.errors import shown
-from ...distributed.context import ParallelContext
-from ..shared_failure import SharedFailure
+from ..base.collectives import all_reduce_
+from ..base.errors import shown
+from ..distributed.context import ParallelContext
 
 SPREAD = 64.0
 """What the counts of the microbatches of a window may differ by without changing its unit."""
@@ -55,30 +54,23 @@ class CountUnit:
 
     Attributes:
         value: the unit, 0-dim float64, on the device: of this window, or of the last one until the next has a loss.
-        is_used: whether there are counts, or data ranks that have to agree whether there are.
+        is_used: whether there are counts, or data ranks that have to agree whether there are. Once True it stays so.
+        sum_over_data_: sums a tensor over data ranks; FSDP2's units, whose order this collective is in, have their own.
     """
 
-    def __init__(self, failure: SharedFailure, context: ParallelContext) -> None:
-        self._failure = failure
+    def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._device = context.device
-        self._exact = bool(context.config.reproducible)
         self.is_used = context.batch_axis.size > 1
         self.value = torch.ones((), dtype=torch.float64, device=self._device)
-        self._usual = torch.zeros_like(self.value)
-        """The unit for the counts of the last window that had any; 0: none had."""
-        self._chosen = False
-        self._agrees: bool | None = None
-        """Whether windows before had counts, so that data ranks agree on a unit in this one; None: not known yet."""
-        self._counted: bool | None = None
-        """Whether the window has counts; None: it has no loss yet."""
-        self._last: bool | None = None
-        """The same of the window before, if no rank failed."""
-        self._invalid = torch.zeros(2, dtype=torch.float64, device=self._device)
-        """1 and the last invalid count, or zeros."""
         self.sum_over_data_: Callable[[torch.Tensor], object] = partial(all_reduce_, group=context.batch_axis.group)
-        """FSDP2's units, whose order this collective is a part of, have another one."""
-        failure.find_late = self._after_failure
+        self._usual = torch.zeros_like(self.value)  # the unit for the last window that had counts; 0: none had
+        self._invalid = torch.zeros(2, dtype=torch.float64, device=self._device)  # 1 and the last invalid count
+        self._chosen = False
+        # Whether windows before had counts, so that data ranks agree on a unit in this one; None: not known yet.
+        self._agrees: bool | None = None
+        self._counted: bool | None = None  # whether this window has counts; None: it has no loss yet
+        self._last: bool | None = None  # the same of the window before, if no rank failed
 
     def restart(self) -> None:
         """A window begins."""
@@ -101,18 +93,15 @@ class CountUnit:
         count = self._checked(loss[1]) if isinstance(loss, tuple) else None
         if loss is not None:
             self._counted = count is not None
-            self.is_used = self.is_used or self._counted
-        if not self._chosen and self._context.is_last_stage:
-            self._chosen = True
-            self._choose(count, size)
-
-    def _choose(self, count: torch.Tensor | None, size: int) -> None:
+        if self._chosen or not self._context.is_last_stage:
+            return
+        self._chosen = True
         axis = self._context.batch_axis
         agrees = axis.size > 1 and self._agrees is not False
         if count is None and not agrees:
             return
         # In the exact mode data ranks have other microbatches in each layout; the first of the first rank is the same.
-        num_first = 1 if self._exact else axis.size
+        num_first = 1 if self._context.config.reproducible else axis.size
         first = torch.zeros(2, dtype=torch.float64, device=self._device)
         if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
             first[0] = count / num_first
@@ -149,9 +138,8 @@ class CountUnit:
 
         A collective of the world; the host waits.
         """
-        usual = self._usual if self._context.is_last_stage else torch.zeros_like(self._usual)
+        usual = self._usual.clone() if self._context.is_last_stage else torch.zeros_like(self._usual)
         if self._context.world_size > 1:
-            usual = usual.clone()
             all_reduce_(usual, op=dist.ReduceOp.MAX)
         return float(usual) or None
 
@@ -168,8 +156,10 @@ class CountUnit:
         One on a GPU is checked there: the host does not wait for it, and :meth:`flag` reports it.
         """
         count = as_count(count)  # again, for that of engine.backward((sum, count))
-        if not isinstance(count, torch.Tensor) or count.ndim or count.is_complex():
-            raise self._error(_described(count))
+        if not isinstance(count, torch.Tensor):
+            raise self._error(shown(count))
+        if count.ndim or count.is_complex():
+            raise self._error(f"{tuple(count.shape)} of {count.dtype}")
         if count.device.type == "cpu":
             number = float(count.detach())
             if not 0 <= number <= LARGEST_COUNT:
@@ -178,16 +168,19 @@ class CountUnit:
         return self._checked_on_device(count.detach().double())
 
     def _checked_on_device(self, count: torch.Tensor) -> torch.Tensor:
-        found = torch.stack([torch.ones_like(count), count])
-        self._invalid = torch.where((count >= 0) & (count <= LARGEST_COUNT), self._invalid, found)
+        is_valid = (count >= 0) & (count <= LARGEST_COUNT)
+        self._invalid = torch.where(is_valid, self._invalid, torch.stack([torch.ones_like(count), count]))
         return count
 
     def flag(self) -> torch.Tensor:
         """1 if a count was invalid on this rank, else 0; 1-dim float64 of one element."""
         return self._invalid[:1]
 
-    def _after_failure(self) -> ValueError | None:
-        """The error for a count that :meth:`flag` reported, once; else None. Called on every rank; the host waits."""
+    def error_of_flag(self) -> ValueError | None:
+        """The error for a count that :meth:`flag` reported, once; else None.
+
+        Called on every rank after a window that failed; the host waits.
+        """
         self._last = None  # in a window that failed, ranks may have had losses of different kinds, or none
         flag, value = self._invalid.tolist()
         self._invalid = torch.zeros_like(self._invalid)
@@ -198,11 +191,6 @@ class CountUnit:
             f"criterion: got (sum, count) with a count of {count} on {self._context.name_of(self._context.rank)}, "
             "expected a number from 0 to 2**53: how many elements the sum has"
         )
-
-
-def _described(count: Any) -> str:
-    """``count``, which is not one number, in an error."""
-    return f"{tuple(count.shape)} of {count.dtype}" if isinstance(count, torch.Tensor) else shown(count)
 
 
 def _unit_of(first: torch.Tensor, usual: torch.Tensor, spread: float) -> torch.Tensor:

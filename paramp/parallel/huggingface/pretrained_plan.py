@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...base.errors import ConfigError
 from ...base.module_surgery import matches
 from ..tensor.linear import PackedColwise, PackedRowwise
-from ..tensor.plan import Plan
+from ..tensor.sharding_plan import Plan
 from ..tensor.styles import ExpertSlices
 from .missing_plans import tensor_entries
 

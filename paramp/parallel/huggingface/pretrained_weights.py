@@ -1,14 +1,15 @@
-"""Folders that ``from_pretrained`` reads: one is written from gathered weights, or read tensor by tensor.
+"""Weights of a Hugging Face model: initial ones, by its ``_init_weights``, and folders that ``from_pretrained`` reads.
 
-A folder holds ``config.json`` and safetensors files. Their names and shapes may differ from the model's, as where a
-file has one tensor for each expert. transformers knows how, in both directions.
+A folder is written from gathered weights, or read tensor by tensor. It holds ``config.json`` and safetensors files,
+whose names and shapes may differ from the model's, as where a file has one tensor for each expert. transformers knows
+how, in both directions.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...base.module_surgery import named_tensors
+from ..materialize import outline
 
 CONVERSIONS = "_weight_conversions"
 """An attribute that ``from_pretrained`` gives to a model."""
@@ -148,3 +151,52 @@ def _files(model: Any) -> Mapping[str, Path]:
         f"model: {type(model).__name__} is on the meta device, and was loaded from {source!r}, where there is neither "
         f"{' nor '.join(FILES)}; load it on the CPU, or write its weights there with save_pretrained"
     )
+
+
+def pretrained_filler(model: nn.Module, stored: Container[str] = ()) -> Callable[[nn.Module], None]:
+    """A function that fills the tensors of one module of ``model``: the model's own ``_init_weights``.
+
+    It need not fill the tensors of the names ``stored``.
+
+    It is checked on ``meta`` first, where it costs nothing: the tensors' versions show which of them it writes.
+    Raises ConfigError if it skips a tensor, or writes tensors of another module.
+    """
+    tried = outline(model)
+    names_of: dict[torch.Tensor, list[str]] = {}
+    for name, tensor in named_tensors(tried, remove_duplicate=False):
+        if tensor.is_meta:
+            names_of.setdefault(tensor, []).append(name)
+
+    owners = _owners(model)
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        owners.get(type(module), model)._init_weights(module)  # type: ignore[operator]
+
+    written: dict[torch.Tensor, list[str]] = {tensor: [] for tensor in names_of}
+    for name, module in tried.named_modules():
+        before = {tensor: tensor._version for _, tensor in named_tensors(module) if tensor.is_meta}
+        fill(module)
+        for tensor, version in before.items():
+            if tensor._version != version:
+                written[tensor].append(name)
+    for tensor, names in names_of.items():
+        if not any(name in stored for name in names) and written[tensor] != [name.rpartition(".")[0] for name in names]:
+            by = " and ".join(repr(name) for name in written[tensor]) or "no module"
+            raise ConfigError(
+                f"model: {names[0]!r} of {type(model).__name__} is on the meta device, but its _init_weights "
+                f"fills it for {by}, expected one call for each module that has it; build the model on the CPU"
+            )
+    return fill
+
+
+def _owners(model: nn.Module) -> dict[type[nn.Module], nn.Module]:
+    """The model that initialises modules of a class, for classes that only one of the models in ``model`` has."""
+    found: dict[type[nn.Module], set[nn.Module]] = {}
+    inner = {name: module for name, module in model.named_modules() if hasattr(module, "_init_weights")}
+    for name, module in model.named_modules():
+        parent = name
+        while parent and parent not in inner:
+            parent = parent.rpartition(".")[0]
+        found.setdefault(type(module), set()).add(inner[parent])
+    return {kind: next(iter(owners)) for kind, owners in found.items() if len(owners) == 1}

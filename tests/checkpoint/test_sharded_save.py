@@ -17,7 +17,7 @@ from torch import nn
 
 import paramp
 from paramp.base.errors import CheckpointError
-from paramp.checkpoint import dcp_storage
+from paramp.checkpoint import sharded_save
 from paramp.checkpoint.open_checkpoint import problems
 
 
@@ -38,7 +38,7 @@ def train(engine, *seeds):
 @on_ranks(2, cuda=True)
 def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
     """And leaving the context waits for what is being saved."""
-    held, write = threading.Event(), dcp_storage.write
+    held, write = threading.Event(), sharded_save.write
 
     def slow_write(*arguments):
         assert held.wait(60)
@@ -47,7 +47,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
     with paramp.launch_from_torch({"precision": "16-naive"}):
         folder = shared_folder()
         engine = train(engine_with(), 0)
-        with mock.patch.object(dcp_storage, "write", slow_write):
+        with mock.patch.object(sharded_save, "write", slow_write):
             engine.save(folder / "saved", wait=False)
             expected = engine.full_state_dict()
             train(engine, 0, 1, 2)
@@ -64,14 +64,14 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
 
 def test_a_save_waits_for_the_one_before(tmp_path):
     """Whose values are in memory that it takes again."""
-    write, order = dcp_storage.write, []
+    write, order = sharded_save.write, []
 
     def slow_write(path, *arguments):
         time.sleep(0.3 if path.name == "first" else 0.0)
         write(path, *arguments)
         order.append(path.name)
 
-    with paramp.launch_from_torch({}), mock.patch.object(dcp_storage, "write", slow_write):
+    with paramp.launch_from_torch({}), mock.patch.object(sharded_save, "write", slow_write):
         engine = train(engine_with(), 0)
         expected = engine.full_state_dict()
         engine.save(tmp_path / "first", wait=False)

@@ -17,30 +17,28 @@ are not saved: they are the rounded masters. In addition to these chunks, plain 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..base.collectives import gather_objects
-from ..base.errors import CheckpointError, ConfigError
-from ..checkpoint.async_save import Saver
-from ..checkpoint.chunks import Chunk
-from ..checkpoint.header import MODEL, Header
-from ..checkpoint.open_checkpoint import open_together
-from ..config.schema import flatten
-from ..distributed.liveness import SAVE
-from ..optim.choose_step import Step
-from ..optim.fused_step import FusedStep
-from ..pipeline.stage import Stages
-from ..scaling.loss_scaler import DistributedGradScaler
-from .losses import WindowLosses
-from .state.model_tensors import ModelTensors, ParamChunks
-from .state.optimizer_state import OptimizerState
-from .state.random_streams import RandomStreams, saved_layout
-from .state.weight_averages import WeightAverages
-from .step import StepCounters
-from .window import AccumulationWindow
+from ...base.collectives import gather_objects
+from ...base.errors import CheckpointError, ConfigError
+from ...checkpoint.async_save import Saver
+from ...checkpoint.chunks import Chunk
+from ...checkpoint.header import MODEL, Header
+from ...checkpoint.open_checkpoint import open_together
+from ...config.schema import flatten
+from ...distributed.liveness import SAVE
+from ...optim.fused_step import FusedStep
+from ...pipeline.stage import Stages
+from ...scaling.loss_scaler import DistributedGradScaler
+from ..step import OptimizerStep
+from ..window import AccumulationWindow
+from .model_tensors import ModelTensors, ParamChunks
+from .optimizer_state import OptimizerState
+from .random_streams import RandomStreams, saved_layout
+from .weight_averages import WeightAverages
 
 
 class Stateful(Protocol):
@@ -60,10 +58,8 @@ class TrainingState:
         self,
         params: ParamChunks,
         stages: Stages,
-        updates: Sequence[Step],
-        counters: StepCounters,
-        losses: WindowLosses,
         window: AccumulationWindow,
+        step: OptimizerStep,
         scaler: DistributedGradScaler,
         averages: WeightAverages | None,
     ) -> None:
@@ -72,11 +68,7 @@ class TrainingState:
         self._model = ModelTensors(params)
         self._optimizer = OptimizerState(params)
         self._random = RandomStreams(stages, params.context)
-        self._updates = updates
-        self._counters = counters
-        self._losses, self._window = losses, window
-        self._scaler = scaler
-        self._averages = averages
+        self._window, self._step, self._scaler, self._averages = window, step, scaler, averages
         self._saver = Saver(params.context)
         self._number = params.context.num_engines  # of this engine
         self._num_saves = 0
@@ -95,7 +87,7 @@ class TrainingState:
         with self._context.phase(SAVE):  # by the store, as other ranks may be in collectives of a batch
             self._context.departures.gather(f"save/{self._number}/{self._num_saves}", "engine.save")
         with self._context.phase("checkpoint"):
-            unit = self._losses.unit.everywhere()
+            unit = self._window.losses.unit.everywhere()
             collect = functools.partial(self._contents, self._optimizer.numbers_everywhere(), unit)
             self._saver.save(path, collect, wait=wait, then=then)
 
@@ -104,7 +96,7 @@ class TrainingState:
             self._saver.finish()
 
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
-        from ..checkpoint.dcp_storage import read  # imports torch's checkpointing and DTensor, as the first save does
+        from ...checkpoint.resharding import read  # imports torch's checkpointing and DTensor, as the first save does
 
         self._window.check_not_averaged()
         with self._context.phase("checkpoint"):
@@ -124,12 +116,12 @@ class TrainingState:
         if self._averages is not None:
             self._averages.load(fill, header, everything=everything)
         if everything:
-            begins_at_zero = [isinstance(update, FusedStep) for update in self._updates]
+            begins_at_zero = [isinstance(update, FusedStep) for update in self._step.updates]
             self._optimizer.load(fill, header, begins_at_zero=begins_at_zero)
-            for update in self._updates:
+            for update in self._step.updates:
                 update.state_loaded()
             self._load_values(header.values)
-            self._random.load(fill, header, self._counters.read()[0])
+            self._random.load(fill, header, self._step.counters.read()[0])
         self._window.restart()
 
     def _contents(self, numbers: dict[str, str], count_unit: float | None) -> tuple[list[Chunk], dict[str, Any]]:
@@ -138,7 +130,7 @@ class TrainingState:
         values = {
             "layout": saved_layout(self._context),
             "config": flatten(self._context.config),
-            "counts": self._counters.read(),
+            "counts": self._step.counters.read(),
             "count_unit": count_unit,
             "scaler": self._scaler.state_dict(),
             "optimizer": self._optimizer.kind,
@@ -157,12 +149,20 @@ class TrainingState:
                 tensors.setdefault(f"{MODEL}{first}", other)
         return replace(header, tensors=tensors)
 
+    def _load_scaler(self, saved: dict[str, Any], mode: str | None) -> None:
+        """From another mode only scale and counters, and only if both modes change the scale."""
+        local = self._scaler.state_dict()
+        if mode == self._context.config.precision.name:
+            self._scaler.load_state_dict(saved)
+        elif all(state["min_scale"] is None or state["min_scale"] != state["max_scale"] for state in (local, saved)):
+            changing = ("scale", "_growth_tracker", "_overflow_tracker")
+            self._scaler.load_state_dict(local | {key: saved[key] for key in changing})
+
     def _load_values(self, values: Mapping[str, Any]) -> None:
-        self._counters.load(values["counts"])
-        self._losses.unit.load(values["count_unit"])
+        self._step.counters.load(values["counts"])
+        self._window.losses.unit.load(values["count_unit"])
         if values["scaler"] and self._scaler.is_enabled():
-            same_mode = values["config"].get("precision") == self._context.config.precision.name
-            _load_scaler(self._scaler, values["scaler"], same_mode=same_mode)
+            self._load_scaler(values["scaler"], values["config"].get("precision"))
         failure: Exception | None = None
         try:
             for name, thing in self._tracked.items():
@@ -175,13 +175,3 @@ class TrainingState:
             raise failure
         if any(failures):
             raise CheckpointError(f"load: another rank failed: {next(message for message in failures if message)}")
-
-
-def _load_scaler(scaler: DistributedGradScaler, state: dict[str, Any], *, same_mode: bool) -> None:
-    """Load the scaler's state; from another mode only scale and counters, and only if both modes change the scale."""
-    own = scaler.state_dict()
-    if same_mode:
-        scaler.load_state_dict(state)
-    elif all(one["min_scale"] is None or one["min_scale"] != one["max_scale"] for one in (own, state)):
-        moved = ("scale", "_growth_tracker", "_overflow_tracker")
-        scaler.load_state_dict(own | {key: state[key] for key in moved})

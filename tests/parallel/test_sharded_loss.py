@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import paramp
 from paramp.exact.loss import cross_entropy
 from paramp.exact.place import Place
-from paramp.parallel.tensor.loss import vocab_parallel_loss
+from paramp.parallel.tensor.sharded_loss import vocab_parallel_loss
 
 PLACE = Place(seed=0, chunk=1, slices=8)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}

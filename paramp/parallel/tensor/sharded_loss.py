@@ -21,7 +21,7 @@ from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...base.torch_internals import take
 from ...exact.tree_sum import sum_over, tree_sum
-from .exchange import as_shards, local_shard
+from .differentiable_collectives import as_shards, local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
