@@ -236,9 +236,7 @@ class OptimizerStep:
     def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:
         """The decision of all ranks, and the parameters that no data rank has a gradient for; a collective.
 
-        Args:
-            found_inf: 0-dim float32, from :meth:`~paramp.optim.flat_gradients.FlatGradients.complete`.
-            scale: 0-dim float32, the loss scale that the gradients carry.
+        ``found_inf``: what :meth:`FlatGradients.complete` returned.
         """
         changed = self._changes.look() if self._changes.watches else self._unchanged
         presence = [self._gradients.presence(self._first_names)] if self._differ else []

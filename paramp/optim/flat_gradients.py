@@ -12,13 +12,12 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from ..base.collectives import sum_
-from ..base.dtensor import is_dtensor, local
+from ..base.dtensor import is_dtensor, local, version
 from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.module_surgery import num_hooks
 from ..base.torch_internals import expect
@@ -36,7 +35,8 @@ expect("torch._foreach_copy_")
 # Applied with map() to all parameters, several times a step: without a Python call for each.
 GRADIENT = operator.attrgetter("grad")
 VERSION = operator.attrgetter("_version")
-ADDRESS = torch.Tensor.data_ptr
+LOCAL = operator.attrgetter("_local_tensor")
+ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
 
 
 class Units(Protocol):
@@ -101,12 +101,9 @@ class GradientReduction:
         self._sum_ties()
 
     def _sum_ties(self) -> None:
-        dtype = self._context.config.precision.reduce_dtypes.pp
-        sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
-
-    def _sum_over_data_ranks(self, gradients: Iterable[torch.Tensor]) -> None:
-        for gradient in gradients:
-            sum_([gradient], self._context.batch_axis.group, self._context.config.precision.reduce_dtypes.dp)
+        if self._gradients.ties:
+            dtype = self._context.config.precision.reduce_dtypes.pp
+            sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
 
     def outside_buffers(self) -> Iterable[tuple[torch.Tensor, float]]:
         """Gradients that are not in their buffers yet, and their norm weights; before those are looked at."""
@@ -150,10 +147,12 @@ class FlatGradients:
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
         self._leaves: Leaves = {}
+        self._are_sharded = [*map(is_dtensor, self.parameters)]
         self._addresses: list[int] | None = None
+        """Where parameters and gradients have to be: in their buffers."""
         self._absent: list[FlatParam] = []
         self._noted = [0] * len(params)
-        self._noted_outside: dict[FlatParam, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._noted_outside: dict[FlatParam, tuple[torch.Tensor, int]] = {}
         self._mismatched: list[FlatParam] = []
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._hooks = [
@@ -225,11 +224,9 @@ class FlatGradients:
                 for parameter, gradient in zip(self.parameters, self._views, strict=True)
                 if is_dtensor(parameter) and is_dtensor(gradient) and not sharded
             }
-            self._addresses = [
-                buffer.view(flat, param).data_ptr()
-                for param, buffer in self._buffer_of.items()
-                for flat in (buffer.weights, buffer.gradients)
-            ]
+            places = [self._buffer_of[param] for param in self.params]
+            weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
+            self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
             self.zeros.update(zip(self.params, self.versions(), strict=True))
         if outside := self._outside():
             self.take_back(outside)
@@ -282,16 +279,18 @@ class FlatGradients:
         A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
         self.reduction.check()
-        check_frozen(self._frozen)
+        if any(parameter.grad is not None for _, parameter in self._frozen):
+            check_frozen(self._frozen)
         self.begin_window()
-        pairs = ((local(param.parameter), local(cast(torch.Tensor, param.gradient))) for param in self._buffer_of)
-        addresses = [*map(ADDRESS, chain.from_iterable(pairs))]
+        pairs = zip(chain(self.parameters, self._views), self._are_sharded * 2, strict=True)
+        addresses = [ADDRESS(LOCAL(tensor) if sharded else tensor) for tensor, sharded in pairs]
         if self._addresses is not None and addresses != self._addresses:
             different = next(index for index, at in enumerate(addresses) if at != self._addresses[index])
+            name = self.params[different % len(self.params)].name
             raise RuntimeError(
-                f"{[*self._buffer_of][different // 2].name!r} was moved after initialize (its .data was replaced, or "
-                "its module was cast or given another memory format), so that steps would not change it; do that "
-                "before initialize, and change values in place (copy_, load_state_dict)"
+                f"{name!r} was moved after initialize (its .data was replaced, or its module was cast or given "
+                "another memory format), so that steps would not change it; do that before initialize, and change "
+                "values in place (copy_, load_state_dict)"
             )
 
     @torch.no_grad()
@@ -336,7 +335,7 @@ class FlatGradients:
         self._noted = self.versions()
         # Of other placements, as under sequence parallelism, they stay outside of the buffers until the window ends.
         kept = ((param, param.parameter.grad) for param in self._mismatched)
-        self._noted_outside = {param: (grad, _versions_of(grad)) for param, grad in kept if grad is not None}
+        self._noted_outside = {param: (grad, version(grad)) for param, grad in kept if grad is not None}
 
     def are_unchanged(self) -> bool:
         """Whether no gradient was accumulated, changed or replaced since the last step or :meth:`snapshot`.
@@ -346,7 +345,7 @@ class FlatGradients:
         """
         return not self.reduction.sums_changes or all(
             param.parameter in self.tied
-            or (param.version == noted and _is_as_noted(param, self._noted_outside.get(param, (None, ()))))
+            or (param.version == noted and _is_as_noted(param, self._noted_outside.get(param, (None, 0))))
             for param, noted in zip(self.params, self._noted, strict=True)
         )
 
@@ -410,15 +409,10 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, tuple[int, ...]]) -> bool:
-    """Whether the gradient is in its buffer, or there is none, or it is the one ``noted``, with the same versions."""
+def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, int]) -> bool:
+    """Whether the gradient is in its buffer, or there is none, or it is the one ``noted``, with the same version."""
     given = param.parameter.grad
-    return given is None or given is param.gradient or (given is noted[0] and _versions_of(given) == noted[1])
-
-
-def _versions_of(gradient: torch.Tensor) -> tuple[int, ...]:
-    """The version counters of ``gradient``, which has another one for its local tensor if it is a DTensor."""
-    return VERSION(gradient), VERSION(local(gradient))
+    return given is None or given is param.gradient or (given is noted[0] and version(given) == noted[1])
 
 
 def _find_mismatch(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..base.collectives import start_reduce_scatter
+from ..base.collectives import start_reduce_scatter, sum_
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..exact.chunk_gradients import ChunkGradients
@@ -42,13 +42,18 @@ def gradient_reduction(units: Units | None, context: ParallelContext) -> Gradien
     return ReduceScatter() if context.config.parallel.zero > 0 else AllReduce()
 
 
+def _sum_over_data_ranks(gradients: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    for gradient in gradients:
+        sum_([gradient], context.batch_axis.group, context.config.precision.reduce_dtypes.dp)
+
+
 class AllReduce(GradientReduction):
     """One all-reduce for each buffer, at the step."""
 
     @torch.no_grad()
     def reduce(self) -> None:
         """As in the base class."""
-        self._sum_over_data_ranks(buffer.gradients for buffer in self._gradients.buffers)
+        _sum_over_data_ranks([buffer.gradients for buffer in self._gradients.buffers], self._context)
         self._sum_ties()
 
 
@@ -140,7 +145,7 @@ class ReduceScatter(GradientReduction):
     def reduce(self) -> None:
         """As in the base class; a reduce-scatter for each buffer that the last backward has not reduced."""
         tied = [param.local_gradient for param in self._params if param.parameter in self._gradients.tied]
-        self._sum_over_data_ranks(tied)
+        _sum_over_data_ranks(tied, self._context)
         self._sum_ties()
         if tied and self._context.batch_axis.rank > 0:
             torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
