@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors, tensors
-from ..distributed.context import ParallelContext
-from ..distributed.liveness import BATCH
-from ..exact.chunks import ChunkRun
+from ..distributed.phases import BATCH
 from ..observe.overflow_hooks import Tracer
 from ..observe.replay import Call
 from ..observe.same_data import SameBatches
@@ -24,8 +21,7 @@ from ..parallel.batches import Batch, join
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.stage import Stages
 from ..pipeline.stage_output import broadcast_tree
-from .compute_context import ComputeContext
-from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
+from .criterion import CheckedCriterion, Loss
 from .evaluation import evaluation_mode, is_loader, run_loader
 from .losses import LossTotals, WindowLosses
 from .shared_failure import SharedFailure
@@ -33,10 +29,6 @@ from .window import AccumulationWindow
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
-WHOLE_BATCH = (
-    "engine(x) and engine.backward(loss) cannot train with reproducible, which runs each batch in chunks; call "
-    "engine.forward_backward(x, y), or engine.eval() first to look at outputs"
-)
 Seen = list[tuple[Any, Any]]
 """The detached output and the target of each microbatch."""
 
@@ -54,25 +46,20 @@ class BatchRunner:
         self,
         stages: Stages,
         weights: FlatWeights,
-        criterion: Criterion | None,
-        own_loss: OwnLoss,
+        criterion: CheckedCriterion,
         losses: WindowLosses,
         window: AccumulationWindow,
-        failure: SharedFailure,
         observers: list[Observer],
-        context: ParallelContext,
-        chunks: ChunkRun | None = None,
     ) -> None:
-        """``chunks``: with the same bits on every layout, what runs a batch in chunks."""
+        context, failure, numerics = losses.context, losses.failure, weights.numerics
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
-        pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone) if config.size > 1 else None
-        self.pipeline = pipeline
-        self._compute = ComputeContext.in_layout(context)
-        self._chunks = chunks
-        if chunks is not None:
-            self._compute = replace(self._compute, exact=chunks.functions)
-        self.criterion = CheckedCriterion(criterion, own_loss, self._compute)
+        self.pipeline = None
+        if config.size > 1:
+            self.pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone, numerics)
+        self.criterion = criterion
+        self._compute = criterion.compute
+        self._numerics = numerics
         self._observers = observers
         self._stages = stages
         self._weights = weights
@@ -120,8 +107,7 @@ class BatchRunner:
             self._run(microbatches, loss)
             return
         self._window.begin_backward(batch)
-        if self._chunks is not None:  # now that the gradients of a past step are dropped
-            microbatches = self._begin_chunks(microbatches)
+        microbatches = self._numerics.begin_batch(microbatches)  # now that the gradients of a past step are dropped
         with self._window.failing():
             self._run(microbatches, loss, backward=True, overlap=self._window.in_last_call)
 
@@ -171,8 +157,7 @@ class BatchRunner:
             tracer.see_scaled(scaled)
             return scaled
 
-        if self._chunks is not None:
-            self._chunks.place.call = call.number
+        self._numerics.begin_rerun(call.number)
         self._observers.append(tracer)
         try:
             self._run(call.batch.split(self._num_parts(call.batch)), loss, backward=True)
@@ -184,8 +169,7 @@ class BatchRunner:
     def run_backward(self, loss: Loss) -> None:
         """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
         window, loss = self._window, self.criterion.counted(loss)
-        if self._chunks is not None:
-            raise RuntimeError(WHOLE_BATCH)
+        self._numerics.check_own_forward()
         window.begin_backward(None)
         taking_part = self._taking_part(window.in_last_call)
         with self._context.phase("backward"), window.failing(), taking_part as begin_reductions, self._compute.enter():
@@ -197,8 +181,8 @@ class BatchRunner:
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
         training = self._stages.module.training
-        if training and self._chunks is not None:
-            raise RuntimeError(WHOLE_BATCH)
+        if training:
+            self._numerics.check_own_forward()
         if self.pipeline is None:
             batch = Batch.called_with(args, kwargs).unwrapped()
             self._check_same(training, batch)
@@ -246,15 +230,7 @@ class BatchRunner:
 
     def _num_parts(self, batch: Batch) -> int:
         """The number of microbatches of a batch that is trained on."""
-        return self.num_microbatches if self._chunks is None else self._chunks.count(batch.size)
-
-    def _begin_chunks(self, microbatches: list[Batch]) -> list[Batch]:
-        """``microbatches``; none if data ranks have different numbers of them, which is recorded as a failure."""
-        assert self._chunks is not None
-        problem = self._chunks.begin(microbatches)
-        if problem is not None:
-            self._failure.record(problem)
-        return microbatches if problem is None else []
+        return self._numerics.num_microbatches(batch.size, self.num_microbatches)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -320,6 +296,7 @@ class BatchRunner:
         """Run without a pipeline; no backward if ``before_last_backward`` is None."""
         begin_call(self._observers)
         for index, microbatch in enumerate(microbatches):
+            self._numerics.begin_forward(index)
             with span(self._observers, "forward", 0, index):
                 output = self._stages(*microbatch.args, **microbatch.kwargs)
             with span(self._observers, "loss", 0, index):
@@ -327,8 +304,10 @@ class BatchRunner:
             if before_last_backward is not None:
                 if index == len(microbatches) - 1:
                     before_last_backward()
+                self._numerics.begin_backward(index)
                 with span(self._observers, "backward", 0, index):
                     value.backward()
+                self._numerics.end_backward(0, index)
 
     @torch.no_grad()
     def _pipelined_output(self, *args: Any, **kwargs: Any) -> Any:

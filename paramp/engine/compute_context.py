@@ -19,11 +19,13 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor
 from ..distributed.context import ParallelContext, current_context
-from ..exact.functions import ExactFunctions
+from ..distributed.numerics import Numerics
 from ..precision.autocast import computing, widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation import emulate_fp16
 from ..precision.policy import Precision
+
+DEFAULT = Numerics()
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,7 @@ class ComputeContext:
     sharded: bool = False
     """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
 
-    exact: ExactFunctions | None = None
-    """What makes functions of torch have the same bits on every layout; None: they run as they are."""
+    numerics: Numerics = DEFAULT
 
     @staticmethod
     def of(model: nn.Module, precision: Precision) -> ComputeContext:
@@ -50,10 +51,10 @@ class ComputeContext:
         return ComputeContext(precision, device, emulation, sharded=any(map(is_dtensor, model.parameters())))
 
     @staticmethod
-    def in_layout(context: ParallelContext) -> ComputeContext:
+    def in_layout(context: ParallelContext, numerics: Numerics = DEFAULT) -> ComputeContext:
         """The context of an engine in ``context``."""
         config, sharded = context.config, context.tensor_axis.size > 1
-        return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded=sharded)
+        return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded, numerics)
 
     @functools.cached_property
     def emulate(self) -> bool:
@@ -70,10 +71,7 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
-        exact = nullcontext() if self.exact is None else self.exact
-        if self.exact is not None:
-            self.exact.begin_chunk()
-        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), exact:
+        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.numerics.computing():
             yield
 
     def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
@@ -84,4 +82,4 @@ class ComputeContext:
             vocab_parallel_loss,  # imports DTensor, which other layouts do not need
         )
 
-        return vocab_parallel_loss(others=not in_model, computes=self.exact is None)
+        return vocab_parallel_loss(others=not in_model, computes=not self.numerics.computes_cross_entropy)

@@ -23,12 +23,12 @@ OwnLoss = Callable[[Any, Batch], Loss | None]
 
 
 class CheckedCriterion:
-    """The user's criterion, else the model's own loss, with checks of the losses."""
+    """The user's criterion, else the model's own loss, with checks of the losses, in the context ``compute``."""
 
     def __init__(self, criterion: Criterion | None, own_loss: OwnLoss, compute: ComputeContext) -> None:
         self._criterion = criterion
         self._own_loss = own_loss
-        self._compute = compute
+        self.compute = compute
         self._found: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -67,8 +67,8 @@ class CheckedCriterion:
         """
         if self._criterion is None:
             return _found(self.counted(loss_in(args[0] if args else None)))
-        args, kwargs = map_tensors(lambda tensor: moved(tensor, self._compute.device), (args, kwargs))
-        with self._compute.sharded_loss():
+        args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
+        with self.compute.sharded_loss():
             return _checked(self._criterion(*args, **kwargs))
 
 

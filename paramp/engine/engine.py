@@ -21,8 +21,7 @@ from torch import nn
 from ..base.spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.liveness import BATCH
-from ..exact.setup import chunk_run
+from ..distributed.phases import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_trace import diagnose_overflow, divergence
 from ..observe.replay import WindowBatches
@@ -33,7 +32,8 @@ from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .batch_runner import BatchRunner
-from .criterion import Criterion, Loss, OwnLoss
+from .compute_context import ComputeContext
+from .criterion import CheckedCriterion, Criterion, Loss, OwnLoss
 from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
@@ -47,7 +47,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _on_every_rank(method: Method) -> Method:
-    """Every rank calls ``method``: if another one has left, the error names it (:mod:`paramp.distributed.failures`)."""
+    """Every rank calls ``method``: the error names one that has left (:mod:`paramp.distributed.first_failure`)."""
 
     @functools.wraps(method)
     def wrapper(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -102,14 +102,14 @@ class Engine:
         self._failure = SharedFailure(context)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
         batches = WindowBatches(stages, device)
-        losses = self._losses = WindowLosses(self.scaler, self._failure, context)
+        losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)
-        chunks = chunk_run(stages, params, losses, batches, self._failure, self._counters, self.observers)
-        self._runner = BatchRunner(
-            stages, weights, criterion, own_loss, losses, window, self._failure, self.observers, context, chunks
-        )
+        weights.numerics.connect(stages, params, losses, batches, self._failure, self._counters.read)
+        compute = ComputeContext.in_layout(context, weights.numerics)
+        checked = CheckedCriterion(criterion, own_loss, compute)
+        self._runner = BatchRunner(stages, weights, checked, losses, window, self.observers)
         self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)

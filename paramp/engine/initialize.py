@@ -23,10 +23,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
-from ..exact import setup as exact
+from ..distributed.numerics import numerics_of
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.adapters import adapter_for
 from ..parallel.compiled_blocks import CompiledBlocks
+from ..pipeline.joined_stages import Joined
 from ..pipeline.tied_stages import tie_stages
 from . import model_setup as setup
 from .criterion import Criterion
@@ -71,30 +72,32 @@ def initialize(
         ConfigError: the context, model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
     context = setup.usable_context(context)
-    train_dataloader, test_dataloader = shard_loaders(
-        context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
-    )
+    numerics = numerics_of(context.config)
+    loaders = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
     model, options = setup.plain(setup.build_model(model, optimizer), context)
     setup.apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = setup.build_optimizers(optimizer, model)
-    place = exact.prepare(context, model, optimizers)
+    numerics.prepare(context, model, optimizers)
     setup.prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     names_of = setup.read_names(model, optimizers, context)
     adapter = adapter_for(model)
-    styles = setup.plan_layers(adapter, plan, context) if place is None else exact.sliced_layers(adapter, plan, place)
+    styles = numerics.plan(adapter, plan, lambda: setup.plan_layers(adapter, plan, context))
     to_float8, overflow = setup.float8_conversion(model, styles, context)
     fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
     all_stages = setup.partition(adapter, styles, context)
-    own = exact.watched(place, all_stages, styles, context)
+    own = Joined(all_stages[index] for index in context.local_stages)
+    numerics.watch(all_stages, own.parts, styles)
     CheckpointedBlocks(model, context.config.activation_checkpointing).apply(own.parts)
     shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
     compiled = CompiledBlocks(model, options, context)
-    units = setup.shard(own, styles, fill, stored, to_float8, repeated_blocks(model), context)
+    units = setup.shard(own, styles, fill, stored, to_float8, repeated_blocks(model), numerics, context)
     ties = tie_stages(names_of, all_stages, own.module, context)
-    weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, units, context)
+    weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, units, numerics, context)
     params = ParamChunks(own.module, weights, ties, context, names_of, shapes)
-    engine = Engine(setup.make_stages(own, compiled, units, context), params, built, criterion, own_loss, overflow)
+    stages = setup.make_stages(own, compiled, units, numerics, context)
+    engine = Engine(stages, params, built, criterion, own_loss, overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
     return engine, train_dataloader, test_dataloader, wrapped

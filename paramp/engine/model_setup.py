@@ -21,11 +21,11 @@ from ..base.dtensor import is_dtensor, resolved
 from ..base.errors import ConfigError, one_line
 from ..base.module_surgery import named_tensors, num_hooks
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.axes import broadcast_replicas
-from ..distributed.context import ParallelContext, get_context
-from ..distributed.mesh_roles import BATCH
-from ..exact.setup import apply_styles
+from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
+from ..distributed.numerics import Numerics
+from ..distributed.replicated_axes import broadcast_replicas
 from ..optim.flat_weights import FlatWeights
+from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import (
     check_optimizers,
@@ -84,7 +84,7 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
                 f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
                 "expected ascending ones; make the mesh with init_device_mesh"
             )
-    if [role for role in current.roles.values() if role in BATCH] == ["shard", "replicate"]:
+    if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
             "one that shards them, as fully_shard needs it"
@@ -294,6 +294,7 @@ def shard(
     stored: Callable[[str], torch.Tensor | None],
     to_float8: Callable[[nn.Module], nn.Module],
     blocks: Sequence[str],
+    numerics: Numerics,
     context: ParallelContext,
 ) -> ShardedUnits | None:
     """Move the tensors of ``stages`` to the device, and shard them over the tensor axis; fill those on ``meta``.
@@ -317,9 +318,16 @@ def shard(
     broadcast_replicas([tensor for _, tensor in named_tensors(module) if not tensor.is_meta], context)
     whole = outline(module)  # with the layers' own classes, which define how they are filled
     module = to_float8(module)
-    apply_styles(module, styles, context)
+    if styles and context.tensor_axis.size > 1:
+        from ..parallel.tensor.sharding_plan import apply_plan
+
+        apply_plan(module, styles, context.mesh[context.axes_of("tensor")])
+    else:
+        numerics.apply_styles(module, styles)
     stages.take_over(module)
-    units = ShardedUnits(stages.parts, blocks, context) if context.config.parallel.shard > 1 else None
+    units = None
+    if context.config.parallel.shard > 1:
+        units = ShardedUnits(stages.parts, blocks, context, reduces=numerics.units_reduce)
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
     materialize(
         module,
@@ -343,6 +351,7 @@ def flatten_weights(
     shapes: Mapping[str, torch.Size],
     ties: Sequence[TiedParameter],
     units: ShardedUnits | None,
+    numerics: Numerics,
     context: ParallelContext,
 ) -> FlatWeights:
     """Move the parameters of ``module`` into flat buffers, create masters, and give optimizers what they step.
@@ -350,7 +359,8 @@ def flatten_weights(
     ``shapes``: of this rank's parameters in the whole model.
     """
     group_of = groups_by_name(optimizers, names_of)
-    weights = FlatWeights(module, optimizers, group_of, ties, units, context)
+    reduction = gradient_reduction(ties, units, numerics, context)
+    weights = FlatWeights(module, optimizers, group_of, reduction, numerics, context)
     exchange_matrices(weights, shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, names_of, one)
@@ -360,14 +370,19 @@ def flatten_weights(
 
 
 def make_stages(
-    stages: Joined, compiled: CompiledBlocks, units: ShardedUnits | None, context: ParallelContext
+    stages: Joined,
+    compiled: CompiledBlocks,
+    units: ShardedUnits | None,
+    numerics: Numerics,
+    context: ParallelContext,
 ) -> Stages:
     """This rank's modules, compiled, as stages that compute in the mode's precision, each with a random stream."""
     compiled.apply(stages.parts)
     _redirect_saving(stages.module, context)
     last = context.config.parallel.pipeline.num_stages - 1
-    exact = bool(context.config.reproducible)
-    stage = functools.partial(Stage, precision=context.config.precision, device=context.device, keeps_dtypes=exact)
+    stage = functools.partial(
+        Stage, precision=context.config.precision, device=context.device, keeps_dtypes=numerics.keeps_dtypes
+    )
     stream = functools.partial(context.activation_stream, engine=context.num_engines)
     return Stages(
         stages,

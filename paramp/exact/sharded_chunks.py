@@ -8,7 +8,6 @@ import torch
 
 from ..base import sizes
 from ..optim.flat_buffer import FlatParam
-from ..optim.flat_gradients import Units
 from .chunk_gradients import ChunkGradients, presence_of, without_absent
 from .tree_sum import Terms, own_slice_of_sum, sum_over
 
@@ -18,9 +17,6 @@ class ShardedChunkGradients(ChunkGradients):
 
     Units gather parameters as elsewhere, and reduce no gradients. So those of a chunk are the same as without them.
     """
-
-    def __init__(self, units: Units) -> None:
-        self.units = units
 
     def _take(self, params: Sequence[FlatParam]) -> Terms:
         return [self._take_one(param) for param in params]

@@ -21,8 +21,8 @@ from ..base.dtensor import local
 from ..base.errors import ConfigError, require
 from ..base.wrapped_models import is_compiled, is_ddp, unwrapped
 from ..config.schema import Config
+from ..distributed.agreement import agree_on_call
 from ..distributed.context import ParallelContext, required_context
-from ..distributed.rendezvous import agree_on_call
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
 from ..parallel.fsdp.unit_checks import is_unit
 from ..pipeline.joined_stages import Joined

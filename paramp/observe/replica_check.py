@@ -25,9 +25,8 @@ from ..base.collectives import all_gather_shards, broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift, require
 from ..base.wrapped_models import unwrapped
-from ..distributed.axes import ranks_along, replicated_axes
-from ..distributed.context import ParallelContext
-from ..distributed.mesh_roles import BATCH
+from ..distributed.context import BATCH_ROLES, ParallelContext
+from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
@@ -219,7 +218,7 @@ class Replicas:
         """The replica group of what is stepped for ``weight``, and its tie."""
         if not (partitioned or owned):
             return weight.group, weight.tie
-        differ = self._context.axes_of("stage", *(BATCH if partitioned else ()), *(("tensor",) if owned else ()))
+        differ = self._context.axes_of("stage", *(BATCH_ROLES if partitioned else ()), *(("tensor",) if owned else ()))
         return self._group(set(weight.group.axes).difference(differ)), None
 
     def _stage_of(self, rank: int) -> int:
@@ -263,7 +262,7 @@ class Replicas:
     def _unequal(self, columns: Sequence[Column], table: torch.Tensor) -> Iterator[tuple[Column, tuple[int, ...]]]:
         """The columns of ``table`` (world size, columns) in which the ranks of a group differ, with that group."""
         for column, values in zip(columns, table.T, strict=True):
-            groups = ranks_along(self._context, column[1].axes, column[1].stages)
+            groups = self._context.ranks_along(column[1].axes, column[1].stages)
             of_group = values[groups]
             for ranks in groups[(of_group != of_group[:, :1]).any(dim=1)].tolist():
                 yield column, tuple(ranks)

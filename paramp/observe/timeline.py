@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ..base.coerce import user_path
 from ..base.collectives import gather_objects
 from ..base.spans import STEP, Observer
-from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
 
 
@@ -180,7 +179,7 @@ class Timeline:
             RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
             for own, start in ((own, starts[machine]) for machine, _, own in everyone)
         ]
-        self.pipelines = ranks_along(context, context.axes_of("stage")).tolist()
+        self.pipelines = context.ranks_along(context.axes_of("stage")).tolist()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
-from .flat_buffer import Buffer, FlatParam, StepRanges
+from .flat_buffer import Buffer, FlatParam, step_ranges
 from .master_weights import NamedParameters, check_frozen
 
 if TYPE_CHECKING:
@@ -57,12 +57,15 @@ class GradientReduction:
     """How gradients are summed over data ranks; this one is for one data rank, and the others are its subclasses.
 
     Attributes:
+        ties: the parameters that several pipeline stages hold a copy of.
         units: those of FSDP2 that gather the parameters in a batch; None if it does not shard them.
         sums_changes: whether gradients that are set by hand are summed too.
     """
 
-    units: Units | None = None
     sums_changes = True
+
+    def __init__(self, ties: Sequence[TiedParameter], units: Units | None) -> None:
+        self.ties, self.units = ties, units
 
     def attach(self, gradients: FlatGradients) -> None:
         """Reduce ``gradients`` from now on."""
@@ -101,7 +104,7 @@ class GradientReduction:
         self._sum_ties()
 
     def _sum_ties(self) -> None:
-        if self._gradients.ties:
+        if self.ties:
             dtype = self._context.config.precision.reduce_dtypes.pp
             sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
 
@@ -116,8 +119,8 @@ class FlatGradients:
     Attributes:
         params: in the model's order.
         buffers: the buffers of ``params``, in the order in which the backward completes them.
-        ties: the parameters that several pipeline stages hold a copy of; ``tied``: the parameters themselves.
         reduction: how gradients are summed over data ranks.
+        tied: the parameters that several pipeline stages hold a copy of.
         zeros: the version of each gradient when it was last known to be zero.
         overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
         fail: called with an error for gradients that a step cannot use.
@@ -129,20 +132,19 @@ class FlatGradients:
         params: Sequence[FlatParam],
         buffers: Sequence[Buffer],
         frozen: NamedParameters,
-        ties: Sequence[TiedParameter],
         reduction: GradientReduction,
         context: ParallelContext,
     ) -> None:
         """``frozen``: the parameters that are not trained, by name."""
         self.params, self.buffers, self.context = params, buffers, context
         self.parameters = [param.parameter for param in params]
-        self.ties, self.tied = ties, {tie.parameter for tie in ties}
+        self.tied = {tie.parameter for tie in reduction.ties}
         self.zeros: dict[FlatParam, int] = dict.fromkeys(params, 0)
         self.overflow = torch.zeros((), device=context.device)
         self.fail: Callable[[Exception], None] = _raise
         self.before_batch: Callable[[], object] = lambda: None
         self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
-        self._ranges = StepRanges(buffers).everything
+        self._for_norm: tuple[list[torch.Tensor], list[float]] = [], []  # once they are allocated
         self._frozen = frozen
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
@@ -183,7 +185,7 @@ class FlatGradients:
     def drop(self, *, overflow: bool = True) -> None:
         """Make all gradients zero, and forget an ``overflow`` that they hide."""
         self.zero_grad()
-        for tie in self.ties:
+        for tie in self.reduction.ties:
             tie.summed = None
         if overflow:
             self.overflow.zero_()
@@ -227,6 +229,8 @@ class FlatGradients:
             places = [self._buffer_of[param] for param in self.params]
             weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
             self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
+            parts = [(part, one.norm_weight) for one in step_ranges(self.buffers) for part in one.in_blocks()]
+            self._for_norm = [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
             self.zeros.update(zip(self.params, self.versions(), strict=True))
         if outside := self._outside():
             self.take_back(outside)
@@ -374,8 +378,7 @@ class FlatGradients:
 
     def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
         """The gradients that this rank counts, 1-dim and split at blocks of the norm, and each one's norm weight."""
-        parts = [(part, step_range.norm_weight) for step_range in self._ranges for part in step_range.in_blocks()]
-        return [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
+        return self._for_norm
 
     def for_zero_count(self) -> tuple[list[torch.Tensor], list[float]]:
         """As :meth:`for_norm`, but one slice for each parameter, without the padding between them."""

@@ -30,15 +30,14 @@ from torch import nn
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.context import ParallelContext
+from ..distributed.numerics import Numerics
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
-from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
-from .flat_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .flat_gradients import FlatGradients, Units
-from .gradient_reduction import gradient_reduction
+from .flat_buffer import Buffer, FlatParam, in_buckets
+from .flat_gradients import FlatGradients, GradientReduction
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
 
@@ -62,6 +61,7 @@ class FlatWeights:
         by_optimizer: the weights of each optimizer.
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
+        numerics: of the engine.
         put_back: :meth:`~.changes.replaced_parameters.ModelParameters.put_back` of the model's parameters.
     """
 
@@ -70,35 +70,34 @@ class FlatWeights:
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         group_of: Mapping[str, tuple[int, int]],
-        ties: Sequence[TiedParameter],
-        units: Units | None,
+        reduction: GradientReduction,
+        numerics: Numerics,
         context: ParallelContext,
     ) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
 
         Args:
             group_of: the indices of the optimizer and of its param group of each parameter, by any of its names.
-            ties: the tied parameters of ``module``, as recorded in the context.
-            units: those into which FSDP2 has sharded ``module``; None if it has not.
+            reduction: how gradients are summed, also of the tied parameters of ``module`` and FSDP2's units in it.
         """
-        precision = context.config.precision
-        self._context = context
+        self._context, units = context, reduction.units
+        self.numerics, precision = numerics, context.config.precision
         stored = precision if units is None else precision.as_sharded
-        if units is not None and context.config.reproducible:
+        if units is not None and not numerics.units_reduce:
             stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
         originals = cast_weights(module, stored, untrained=precision.weights)
-        for tie in ties:
+        for tie in reduction.ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)
         num_parts = context.batch_axis.size if context.config.parallel.zero > 0 else 1
         self.is_partitioned = num_parts > 1
-        self.params = [
-            FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
-            for name, parameter in trained
-        ]
         sizes = {} if units is None else units.padded_sizes()
-        for param in self.params:
-            param.reserved = sizes.get(param.parameter, 0)
+        self.params = [
+            FlatParam(
+                name, one, *group_of.get(name, NO_GROUPS), norm_weight(one, context) * num_parts, sizes.get(one, 0)
+            )
+            for name, one in trained
+        ]
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
@@ -120,8 +119,7 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        reduction = gradient_reduction(units, context)
-        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, ties, reduction, context)
+        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 
@@ -224,7 +222,6 @@ class OptimizerWeights:
         optimizer: the user's.
         params: its parameters, in the model's order.
         buffers: the buffers that hold them; no other optimizer's.
-        step_ranges: the ranges of the buffers that are stepped with the same options.
         changes: those of all weights.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
@@ -236,7 +233,6 @@ class OptimizerWeights:
         self.optimizer = optimizer
         self.params = [param for param in weights.params if param.optimizer == index]
         self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
-        self.step_ranges = StepRanges(self.buffers)
         self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
         self.is_partitioned = weights.is_partitioned

@@ -22,24 +22,29 @@ import torch
 from ..base.collectives import start_reduce_scatter, sum_
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
-from ..exact.chunk_gradients import ChunkGradients
-from ..exact.sharded_chunks import ShardedChunkGradients
+from ..distributed.numerics import Numerics
 from ..scaling.grad_reduce import unscale_and_check_
+from ..scaling.replicas import TiedParameter
 from .flat_buffer import Buffer, FlatParam
 from .flat_gradients import FlatGradients, GradientReduction, Units
 
 expect("torch._foreach_zero_")
 
 
-def gradient_reduction(units: Units | None, context: ParallelContext) -> GradientReduction:
-    """How an engine's gradients are summed over data ranks."""
-    if context.config.reproducible:
-        return ChunkGradients() if units is None else ShardedChunkGradients(units)
+def gradient_reduction(
+    ties: Sequence[TiedParameter], units: Units | None, numerics: Numerics, context: ParallelContext
+) -> GradientReduction:
+    """How the gradients of an engine are summed over data ranks, and those of ``ties`` over stages.
+
+    ``units``: those into which FSDP2 has sharded the parameters; None if it has not.
+    """
+    kind: type[GradientReduction] = GradientReduction
     if units is not None:
-        return UnitReduction(units)
-    if context.batch_axis.size == 1:
-        return GradientReduction()
-    return ReduceScatter() if context.config.parallel.zero > 0 else AllReduce()
+        kind = UnitReduction
+    elif context.batch_axis.size > 1:
+        kind = ReduceScatter if context.config.parallel.zero > 0 else AllReduce
+    reduction: GradientReduction = numerics.gradient_reduction(kind)(ties, units)
+    return reduction
 
 
 def _sum_over_data_ranks(gradients: Iterable[torch.Tensor], context: ParallelContext) -> None:
@@ -163,10 +168,7 @@ def _notify(reducer: weakref.ref[ReduceScatter], index: int, _: torch.Tensor) ->
 
 
 class UnitReduction(GradientReduction):
-    """The ``units`` that gather the parameters in a batch have reduced each gradient at the end of their backward."""
-
-    def __init__(self, units: Units) -> None:
-        self.units = units
+    """The units that gather the parameters in a batch have reduced each gradient at the end of their backward."""
 
     def attach(self, gradients: FlatGradients) -> None:
         """As in the base class."""

@@ -109,7 +109,6 @@ class Stages(nn.Module):
         self.module = joined.module
         """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
-        self.functions = joined.functions
         self.training = self.module.training
         self._joined = joined
         self._units = units

@@ -11,7 +11,6 @@ from ..base.collectives import broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import num_hooks
-from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
 from ..scaling.replicas import TiedParameter
 
@@ -35,7 +34,7 @@ def tie_stages(
     # Sorted, so that ranks with several ties make the groups that they share in the same order.
     groups = {
         holders: context.make_group(
-            f"tie {'-'.join(map(str, holders))}", ranks_along(context, context.axes_of("stage"), holders)
+            f"tie {'-'.join(map(str, holders))}", context.ranks_along(context.axes_of("stage"), holders)
         )
         for holders in sorted({tie.holders for tie in shared})
     }

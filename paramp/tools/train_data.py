@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ..base.collectives import gather_objects
 from ..base.errors import ConfigError, DataError, require
 from ..checkpoint.header import Header
-from ..config.reproducible import Reproducible
 from ..data.corpus import Corpus, load_corpus
 from ..data.sampling import held_out_windows, training_windows
 from ..distributed.context import ParallelContext
+from ..distributed.numerics import numerics_of
 from ..engine.checkpoint_manager import accumulation_for
 from ..engine.engine import Engine
 
@@ -26,9 +26,7 @@ def check_sizes(context: ParallelContext) -> None:
     """Raise a ConfigError if the batch or the sequence does not divide over the ranks."""
     config, job = context.config, context.config.train
     data, accumulation = context.batch_axis.size, config.gradient_accumulation
-    what, parts = "microbatches", config.parallel.pipeline.num_microbatches
-    if isinstance(config.reproducible, Reproducible):
-        what, parts = "reproducible.chunk", config.reproducible.chunk
+    what, parts = numerics_of(config).batch_divisor(config)
     multiple = data * accumulation * parts
     factors = f"data {data} x accumulation {accumulation} x {what} {parts}"
     require(not job.batch_size % multiple, "train.batch_size", job.batch_size, f"a multiple of {multiple} ({factors})")
@@ -45,8 +43,10 @@ def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
     """
     config, ranks = context.config, context.batch_axis.size
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
-    if position is None or position["accumulation"] != config.gradient_accumulation or config.reproducible:
-        return None  # reproducible: bits depend on the accumulation
+    if position is None or position["accumulation"] != config.gradient_accumulation:
+        return None
+    if numerics_of(config).depends_on_accumulation:
+        return None
     saved = (header.values["config"]["gradient_accumulation"], before)
     microbatches = config.parallel.pipeline.num_microbatches
     accumulation = accumulation_for(config.train.batch_size, microbatches, ranks, saved)

@@ -15,9 +15,8 @@ from ...base.dtensor import local, resolved
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
-from ...distributed.axes import replicated_axes
-from ...distributed.context import ParallelContext
-from ...distributed.mesh_roles import BATCH
+from ...distributed.context import BATCH_ROLES, ParallelContext
+from ...distributed.replicated_axes import replicated_axes
 from ...optim.flat_buffer import FlatParam
 from ...optim.flat_weights import FlatWeights
 from ...scaling.replicas import TiedParameter
@@ -83,7 +82,7 @@ class ParamChunks:
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its coordinates on the batch axes, that holds this part of ``tensor``."""
-        copies = set(replicated_axes(tensor, self.context)).difference(self.context.axes_of(*BATCH))
+        copies = set(replicated_axes(tensor, self.context)).difference(self.context.axes_of(*BATCH_ROLES))
         return all(self.context.coordinates[axis] == 0 for axis in copies)
 
     def _is_writer(self, parameter: torch.Tensor) -> bool:
@@ -95,7 +94,7 @@ class ParamChunks:
 
         Chosen so that all write about the same number of elements.
         """
-        batch_axes, coordinates = self.context.axes_of(*BATCH), self.context.coordinates
+        batch_axes, coordinates = self.context.axes_of(*BATCH_ROLES), self.context.coordinates
         num_written: dict[tuple[str, ...], list[int]] = {}  # by rank along the axes on which parameters have copies
         written: set[torch.Tensor] = set()
         for parameter in self.module.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
 from ...config.training import TrainConfig
 
+EXACT = "paramp.exact.verify.exact_run"
+"""The module that configures, runs and compares with ``exact``, imported on first use."""
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
 INIT_SCALE = 2.0**10
@@ -79,7 +82,8 @@ def configure(options: Options, run: str) -> Config:
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
     changes: dict[str, Any] = {"parallel": parallel, "precision": precision, "masters": None, "train": TrainConfig()}
     if options.exact:
-        return dataclasses.replace(config, **changes, reproducible=config.reproducible or True)
+        exact: Config = importlib.import_module(EXACT).in_exact_mode(dataclasses.replace(config, **changes))
+        return exact
     return dataclasses.replace(config, **changes, gradient_accumulation=1, reproducible=False)
 
 

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
 from paramp.base.collectives import gather_objects
-from paramp.distributed import groups
-from paramp.distributed.axes import ranks_along
+from paramp.distributed import process_groups
 from paramp.models import GPT, GPTConfig
 
 
@@ -79,7 +78,7 @@ def test_groups_after_groups_that_only_some_ranks_are_in(world):
     """torch names a group by the number of groups that a process is in, which then differs: its members never meet."""
     with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
         for holders in ((0, 1, 2), (0, 3), (1, 3)):
-            group = context.make_group(f"tie {holders}", ranks_along(context, ["pp"], holders))
+            group = context.make_group(f"tie {holders}", context.ranks_along(["pp"], holders))
             if world.rank in holders:
                 check_group(group, list(holders))
             else:
@@ -163,7 +162,7 @@ def test_a_group_is_returned_once_every_member_is_in_it(world):
         store.set("last/connected", "")
         return made
 
-    made = groups.ProcessGroups("slow")
+    made = process_groups.ProcessGroups("slow")
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(dist, "new_group", slow_new_group)
@@ -185,9 +184,9 @@ def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_wor
         return mine and dist.new_group(mine, use_local_synchronization=True)
 
     rank_of_world(5, 8)
-    monkeypatch.setattr(groups, "_world_splits", lambda: True)
+    monkeypatch.setattr(process_groups, "_world_splits", lambda: True)
     monkeypatch.setattr(dist, "split_group", split_group)
-    made = groups.ProcessGroups("run")
+    made = process_groups.ProcessGroups("run")
     pairs, ends = torch.arange(8).view(4, 2), torch.tensor([[0, 6], [1, 7]])
     group = made.make("tp", pairs)
     assert made.make("same", pairs.clone()) is group

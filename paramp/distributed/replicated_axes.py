@@ -1,9 +1,8 @@
-"""Mesh axes along which a tensor is replicated, and the groups of ranks along mesh axes."""
+"""The axes of the mesh along which a tensor is replicated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
@@ -11,10 +10,6 @@ from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor, local
 from ..scaling.replicas import axes_of_own_parameters
 from .context import ParallelContext
-from .groups import family_along
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
@@ -40,29 +35,8 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     return [name for axis, name in axes if shards[in_group[axis]].unique().numel() < 2]
 
 
-def ranks_along(context: ParallelContext, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
-    """The groups of ranks whose coordinates differ on ``axes`` only.
-
-    Args:
-        axes: in the order of the mesh.
-        stages: the pipeline ranks to include. Empty: all.
-
-    Returns:
-        2-dim int, groups x ranks of a group, both in the order of the mesh.
-    """
-    names, mesh = [*context.roles], context.mesh.mesh
-    if stages:
-        mesh = mesh.index_select(names.index(context.axes_of("stage")[0]), torch.tensor(stages))
-    return family_along(mesh, [names.index(name) for name in axes])
-
-
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
     """Broadcast each of ``tensors``, in place, from the first rank that holds a replica of it to the others."""
     for tensor in tensors:
         for axis in replicated_axes(tensor, context):
             broadcast_(local(tensor), context.group_along(axis))
-
-
-def tensor_mesh(context: ParallelContext) -> DeviceMesh:
-    """The 1-dim mesh of this rank's tensor axis, over which tensor plans shard layers."""
-    return context.mesh[context.axes_of("tensor")]
