@@ -15,8 +15,8 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
+from .compute_context import Loss
 from .count_unit import CountUnit
-from .criterion import Loss
 from .shared_failure import SAME_KIND, SharedFailure
 
 MEAN, COUNTED = "a mean", "(sum, count)"

@@ -12,7 +12,7 @@ from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
 from .chunk_gradients import ChunkGradients
 from .functions import ExactFunctions
@@ -27,7 +27,7 @@ class ChunkRun:
         functions: ExactFunctions,
         gradients: ChunkGradients,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
         step_counts: Callable[[], list[int]],
         context: ParallelContext,

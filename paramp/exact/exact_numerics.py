@@ -21,7 +21,7 @@ from ..distributed.numerics import Numerics
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction
 from ..optim.gradient_reduction import UnitReduction
@@ -105,8 +105,8 @@ class ExactNumerics(Numerics):
         from .plan import sliced_plan
 
         place = self.place
-        own = _resolved(adapter, plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
-        with_sequence = own if plan is not None else _resolved(adapter, _plan_of(adapter, place, True))
+        own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
+        with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
         return sliced_plan(adapter.model, own, with_sequence, place)
 
     def watch(
@@ -148,7 +148,7 @@ class ExactNumerics(Numerics):
         stages: Stages,
         params: ParamChunks,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
         step_counts: Callable[[], list[int]],
     ) -> None:
@@ -221,17 +221,6 @@ def _plan_of(adapter: ModelAdapter, place: Place, sequence_parallel: bool) -> Ma
         if place.tensor_size > 1 and sequence_parallel == place.sequence_parallel:
             raise
         return {}
-
-
-def _resolved(adapter: ModelAdapter, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
-    if not plan:
-        return {}
-    from ..parallel.huggingface.lora import extend_to_adapters
-    from ..parallel.tensor.sharding_plan import resolve_plan
-
-    plan = {adapter.full_name(pattern): style for pattern, style in plan.items()}
-    styles = resolve_plan(plan, [name for name, _ in adapter.model.named_modules(remove_duplicate=False)])
-    return extend_to_adapters(adapter.model, styles)
 
 
 def _attach(module: nn.Module, taps: Mapping[str, Tap]) -> None:

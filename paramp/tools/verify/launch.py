@@ -25,7 +25,7 @@ from ...base.trees import tensors
 from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
-from ...engine.criterion import Criterion
+from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...parallel.batches import Batch

@@ -1,19 +1,59 @@
-"""What data ranks cannot train together, and what FSDP2 cannot shard, as errors before it is called."""
+"""What of a whole model cannot be trained in a layout, as errors before it is partitioned and sharded."""
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.errors import ConfigError
-from ...base.module_surgery import num_hooks
-from ...distributed.context import ParallelContext
+from ..base.collectives import equal_everywhere, gather_objects
+from ..base.errors import ConfigError
+from ..base.module_surgery import named_tensors, num_hooks
+from ..distributed.context import ParallelContext
 
 
-def check_embeddings(model: nn.Module, context: ParallelContext) -> None:
+def check_model(model: nn.Module, names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
+    """Check the whole ``model``, with all names of each parameter, the same on every rank. A collective.
+
+    Raises:
+        ConfigError: on every rank: ranks built different models, or the layout or the mode does not go with a module.
+    """
+    _check_embeddings(model, context)
+    _check_scripted(model, context)
+    _check_shardable(names_of, context)
+    is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
+    _check_same_model(model, context, with_hooks=is_split)
+
+
+def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks: bool) -> None:
+    """Check that every rank built the same parameters and buffers; else raise on every rank, with the first difference.
+
+    They have to agree, because values of one rank are broadcast into the memory of others. ``with_hooks``: compare the
+    numbers of hooks too, because hooks of a sharded parameter communicate.
+    """
+    local: list[tuple[Any, ...]] = [
+        (
+            *(name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else [])),
+            *([f"{count} hooks"] if with_hooks and count else []),
+        )
+        for name, value in named_tensors(model)
+        for count in [num_hooks(value)]
+    ]
+    # With thousands of ranks, gathering all lists takes seconds, so they are gathered only if their digests differ.
+    if equal_everywhere(local, context.device):
+        return
+    models = gather_objects(local)
+    for rank, theirs in enumerate(models):
+        if theirs != models[0]:
+            pairs = itertools.zip_longest(models[0], theirs, fillvalue="nothing more")
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(f"model: rank 0 has {first}, but rank {rank} has {other}; build the same on every rank")
+
+
+def _check_embeddings(model: nn.Module, context: ParallelContext) -> None:
     """Raise a ConfigError for a layer whose forward writes to its weight, on each data rank to other rows."""
     size = context.batch_axis.size
     for name, module in model.named_modules() if size > 1 else ():
@@ -24,7 +64,7 @@ def check_embeddings(model: nn.Module, context: ParallelContext) -> None:
             )
 
 
-def check_scripted(model: nn.Module, context: ParallelContext) -> None:
+def _check_scripted(model: nn.Module, context: ParallelContext) -> None:
     """Raise a ConfigError for a module of torch.jit with parameters, where the mode or FSDP2 has to replace them."""
     if context.config.parallel.shard > 1:
         reason = f"parallel.data.shard is {context.config.parallel.shard}"
@@ -41,7 +81,7 @@ def check_scripted(model: nn.Module, context: ParallelContext) -> None:
             )
 
 
-def check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
+def _check_shardable(names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
     """Raise a ConfigError for what FSDP2 does not take: trained parameters without dims, complex ones, and hooks."""
     if context.config.parallel.shard == 1:
         return
@@ -80,9 +120,3 @@ def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
                     "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
                 )
             held |= own
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether ``module`` is a unit of FSDP2."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
