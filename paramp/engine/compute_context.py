@@ -1,9 +1,9 @@
 """The compute context of forward, criterion and backward: one implementation for the engine and other front ends.
 
 A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
-(:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax in fp32
-on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose vocabulary
-is sharded (:mod:`paramp.parallel.tensor.sharded_loss`).
+(:mod:`paramp.precision.fp16_emulation_cpu`). Autocast and the default dtype follow the mode, with norms and softmax in
+fp32 on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose
+vocabulary is sharded (:mod:`paramp.parallel.tensor.sharded_loss`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..distributed.context import ParallelContext, current_context
 from ..exact.functions import ExactFunctions
-from ..precision.autocast import computing, widening
+from ..precision.autocast import computing, widening, widening_kernels
 from ..precision.capabilities import has_native_fp16
-from ..precision.fp16_emulation import emulate_fp16
+from ..precision.fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from ..precision.policy import Precision
 
 
@@ -62,6 +62,16 @@ class ComputeContext:
             return False
         return not has_native_fp16(self.device) if self.emulation in ("auto", None) else bool(self.emulation)
 
+    @functools.cached_property
+    def kernels(self) -> list[torch.library.Library | None]:
+        """What replaces kernels of torch in :meth:`enter`: kept from the first one on, as long as this object is."""
+        widened = widening_kernels(self.device.type) if self.precision.autocast else None
+        return [widened, fp16_kernels() if self.emulate else None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: not the kernels, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "kernels"}
+
     @contextmanager
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
         """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
@@ -70,6 +80,7 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
+        _ = self.kernels
         exact = nullcontext() if self.exact is None else self.exact
         if self.exact is not None:
             self.exact.begin_chunk()
