@@ -92,6 +92,11 @@ def is_ddp(module: nn.Module) -> bool:
     return _is(module, "torch.nn.parallel", "DistributedDataParallel")
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of FSDP2."""
+    return _is(module, "torch.distributed.fsdp", "FSDPModule")
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled ``module`` itself."""
     return module._compiled_call_impl is not None or _is(module, "torch._dynamo.eval_frame", "OptimizedModule")

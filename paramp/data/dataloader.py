@@ -4,7 +4,7 @@ The user makes a loader as for one process. :func:`shard_loader` gives each data
 order. The ranks of a model group get the same samples. ``batch_size`` is that of one data rank: a step over all data
 ranks has dp times as many samples.
 
-With ``reproducible`` a data rank gets consecutive samples instead, the rank-th part of each global batch.
+With ``consecutive`` a data rank gets consecutive samples instead, the rank-th part of each global batch.
 
 All ranks get the same number of batches; otherwise some would wait forever in a collective. With ``drop_last`` an
 incomplete last round is dropped. Without it, the first samples are repeated, as in torch's ``DistributedSampler``.
@@ -207,10 +207,11 @@ def _length(items: Any) -> int | None:
         return None
 
 
-def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
+def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **loaders: Any) -> list[Any]:
     """Shard each of ``loaders`` over the data axis of ``context``; what is not a ``DataLoader`` is unchanged.
 
-    Every rank has to call this. Ranks may pass None where others pass a loader.
+    Every rank has to call this. Ranks may pass None where others pass a loader. ``consecutive``: a data rank gets
+    consecutive samples of each global batch.
 
     Raises:
         ConfigError: on every rank, if any rank's loader cannot be sharded, or the ranks' loaders differ.
@@ -220,7 +221,6 @@ def shard_loaders(context: ParallelContext, **loaders: Any) -> list[Any]:
     for name, loader in loaders.items():
         try:
             seed = derive_seed(context.config.seed, name)
-            consecutive = bool(context.config.reproducible)
             sharded.append(shard_loader(loader, axis.rank, axis.size, seed, consecutive=consecutive))
         except ConfigError as error:
             sharded.append(None)

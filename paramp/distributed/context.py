@@ -17,7 +17,7 @@ import itertools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,14 @@ from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from ..scaling.replicas import OPEN, ROLES, Role, TiedParameter
 from .dtensors_over_gloo import gather_dtensors_over_gloo
-from .failures import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
-from .groups import ProcessGroups, family_along
+from .first_failure import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .heartbeat import Heartbeat
-from .mesh_roles import BATCH, read_mesh
+from .mesh_roles import MeshOfOthers, read_mesh
+from .process_groups import ProcessGroups, family_along
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
+BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard")
+"""The roles along which ranks have different parts of the batch."""
 SECONDS_FOR_THREADS = 0.2
 """The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
 tensors, which needs the interpreter, and a thread that finds it ended aborts the process."""
@@ -77,20 +79,15 @@ class ParallelContext:
     def __init__(
         self,
         config: Config,
-        *,
-        rank: int,
-        world_size: int,
-        local_rank: int,
         device: torch.device,
+        local_rank: int,
+        *,
         owns_world: bool,
         heartbeat: Heartbeat | None = None,
-        mesh: DeviceMesh | None = None,
-        roles: Mapping[str, Role] = ROLES,
+        mesh: MeshOfOthers | None = None,
     ) -> None:
         self.config = config
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
+        self.rank, self.world_size, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
         self.device = device
         self.ties: list[TiedParameter] = []
         self._owns_world = owns_world
@@ -99,16 +96,16 @@ class ParallelContext:
         self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
-        self.mesh: DeviceMesh = self._make_mesh() if mesh is None else mesh
-        self.roles = {name: roles[name] for name in self.mesh.mesh_dim_names or ()}
+        self.mesh: DeviceMesh = self._make_mesh() if mesh is None else mesh.mesh
+        self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
-        self.dp = self.batch_axis = self._axis(*BATCH)
+        self.dp = self.batch_axis = self._axis(*BATCH_ROLES)
         self.tp = self.tensor_axis = self._axis("tensor")
         self.model_group = self._own_group("model", self._family("stage", "tensor"))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
         if mesh is None:  # the same on every rank, so that a model built after this is the same everywhere
             torch.manual_seed(config.seed)
-        self.departures = Departures(f"paramp/context/{self.serial}", rank, world_size)
+        self.departures = Departures(f"paramp/context/{self.serial}", self.rank, self.world_size)
         self.heartbeat = heartbeat
         if heartbeat is not None:
             heartbeat.start(self.name_of)
@@ -144,20 +141,12 @@ class ParallelContext:
             LaunchError: a rank did not call it in time.
         """
         warn_if_untested()
-        layout = read_mesh(mesh, config, roles)
-        if layout.device.type == "cuda" and dist.get_backend() == "gloo":
+        checked = read_mesh(mesh, config, roles)
+        device = checked.device
+        if device.type == "cuda" and dist.get_backend() == "gloo":
             gather_dtensors_over_gloo()
-        rank, device = dist.get_rank(), layout.device
-        return cls(
-            layout.config,
-            rank=rank,
-            world_size=dist.get_world_size(),
-            local_rank=dist.get_node_local_rank(fallback_rank=rank if device.index is None else device.index),
-            device=device,
-            owns_world=False,
-            mesh=mesh,
-            roles=layout.roles,
-        )
+        local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() if device.index is None else device.index)
+        return cls(checked.config, device, local_rank, owns_world=False, mesh=checked)
 
     def _make_mesh(self) -> DeviceMesh:
         """The mesh of the layout in the configuration."""
@@ -206,8 +195,23 @@ class ParallelContext:
         """Whether this rank's losses count: on one rank of each model group, which has the last stage."""
         return self.is_last_stage and self.tensor_axis.rank == 0
 
+    def ranks_along(self, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
+        """The groups of ranks whose coordinates differ on ``axes`` only.
+
+        Args:
+            axes: in the order of the mesh.
+            stages: the pipeline ranks to include. Empty: all.
+
+        Returns:
+            2-dim int, groups x ranks of a group, both in the order of the mesh.
+        """
+        names, ranks = [*self.roles], self.mesh.mesh
+        if stages:
+            ranks = ranks.index_select(names.index(self.axes_of("stage")[0]), torch.tensor(stages))
+        return family_along(ranks, [names.index(name) for name in axes])
+
     def make_group(self, name: str, family: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup | None:
-        """The group of ``family`` that has this rank; None if none has (:meth:`.groups.ProcessGroups.make`)."""
+        """The group of ``family`` that has this rank; None if none has (:meth:`.process_groups.ProcessGroups.make`)."""
         return self._groups.make(name, family, backend)
 
     def _own_group(self, name: str, family: torch.Tensor) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ A rank is silent when its beat has not changed for the time-out, measured on the
 are never compared. If the store stops answering, a second thread detects it and reports the machine that hosts it.
 
 If all ranks are alive, but none moves, the leader writes where each of them is. It ends the job if they all wait for
-each other in a training batch (:class:`~.liveness.LivenessMonitor`).
+each other in a training batch (:class:`LivenessMonitor`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,47 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .failures import LOST, SECONDS_OF_GRACE, end_process, linger, mark_as_echo, write_stderr
-from .liveness import Beat, LivenessMonitor, PhaseTracker, ProgressRecord, describe_deadlock, describe_stuck, paused
+from .first_failure import LOST, SECONDS_OF_GRACE, end_process, linger, mark_as_echo, write_stderr
+from .phases import SAVE, SETUP, PhaseTracker, ProgressRecord, paused
 from .rendezvous import read_all
 
 REPORT = "failure_report"
 """The key of the failure report, which is empty until a rank fails."""
 
 
+@dataclass(frozen=True)
+class Beat:
+    """The status that one rank reports."""
+
+    number: int = 0
+    """The number of the beat; it grows as long as the rank is alive."""
+    record: ProgressRecord = SETUP
+    num_done: int = 0
+    """Phases that have ended in this step."""
+    gone: bool = False
+    """True: the rank has left, and no more beats are expected."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str | bytes) -> Beat:
+        fields = json.loads(text)
+        return Beat(**fields | {"record": ProgressRecord(*fields["record"])})
+
+
 class Heartbeat:
     """The beats of one rank. An observer of engines (:class:`paramp.base.spans.Observer`)."""
+
+    _clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
         self,
@@ -46,7 +71,6 @@ class Heartbeat:
         *,
         end_after: int | None = None,
         host: str = "",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Every rank makes one; the ranks then synchronise before any of them calls :meth:`start`.
 
@@ -61,7 +85,6 @@ class Heartbeat:
         self._timeout, self._interval = timeout, min(1.0, timeout / 5)
         self._longest_wait = float("inf") if end_after is None else end_after * timeout
         self._host = host
-        self._clock = clock
         self._name_of: Callable[[int], str] = "rank {}".format
         self._tracker = PhaseTracker()
         self._monitor = LivenessMonitor(timeout)
@@ -244,3 +267,108 @@ class Heartbeat:
 def _beat_key(rank: int) -> str:
     """The key of a rank's beat in the store."""
     return f"beat/{rank}"
+
+
+class LivenessMonitor:
+    """The times, on this rank's clock, of each rank's last new beat and of the last progress of any rank.
+
+    A job does not end while any rank may do something long that this does not see: it loads data, saves, evaluates,
+    compiles or is in a debugger. Only if every rank is in a training batch, or waits to save, is none to be waited for.
+
+    The clock stops while this rank is stopped: after a job was stopped and continued, each rank would otherwise find
+    all others silent.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._updated: float | None = None
+        self._now = 0.0
+        self._last: dict[int, tuple[float, Beat]] = {}
+        self._progressed = 0.0
+        self._waiting_since = 0.0
+
+    def update(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Record the ``beats`` of all expected ranks, read at the time ``now`` (seconds)."""
+        if self._updated is not None:
+            self._now += min(now - self._updated, self._timeout / 2)
+        self._updated = now
+        waiting = all(beat.record.waiting for beat in beats.values())
+        for rank, beat in beats.items():
+            _, before = self._last.get(rank, (0.0, None))
+            if before is None or (before.record, before.num_done) != (beat.record, beat.num_done):
+                self._progressed, waiting = self._now, False
+            if before is None or before.number != beat.number:
+                self._last[rank] = self._now, beat
+        self._last = {rank: last for rank, last in self._last.items() if rank in beats}
+        if not waiting:
+            self._waiting_since = self._now
+
+    def silent(self, tolerance: float = 0.0) -> dict[int, tuple[float, Beat]]:
+        """The ranks that have been silent for the time-out, each with the seconds of silence and its last beat.
+
+        If there is one, ranks that became silent at most ``tolerance`` seconds later count too.
+        """
+        silence = {rank: (self._now - since, beat) for rank, (since, beat) in self._last.items()}
+        if not any(seconds > self._timeout for seconds, _ in silence.values()):
+            return {}
+        return {rank: found for rank, found in silence.items() if found[0] > self._timeout - tolerance}
+
+    def stuck(self, patience: float = float("inf")) -> dict[int, Beat]:
+        """Every rank's last beat if no rank made progress for the time-out; after that, empty until it passes again.
+
+        A job that never began a phase is not stuck: its program does not report phases. Empty also while a beat is
+        more than ``patience`` seconds old: that rank may be silent, which is then the cause.
+        """
+        beats = {rank: beat for rank, (_, beat) in self._last.items()}
+        begun = any(beat.record != SETUP for beat in beats.values())
+        overdue = any(self._now - since > patience for since, _ in self._last.values())
+        if overdue or not begun or self._now - self._progressed <= self._timeout:
+            return {}
+        self._progressed = self._now
+        return beats
+
+    def seconds_waiting(self) -> float:
+        """How long every rank has been in a waiting phase, without progress of any."""
+        return self._now - self._waiting_since
+
+
+def describe_stuck(beats: Mapping[int, Beat], seconds: float, left: Sequence[int] = ()) -> str:
+    """A table of the phase of each rank, for a job without progress; ``left``: the ranks that have left it."""
+    least = min((beat.record.step, beat.num_done) for beat in beats.values())
+    behind = [rank for rank, beat in beats.items() if (beat.record.step, beat.num_done) == least]
+    last = f"; furthest behind: {_list_ranks(behind)}" if len(behind) < len(beats) else ""
+    lines = [f"paramp: no rank has made progress for {seconds:.0f} s{last}"]
+    lines += [f"paramp:   {place}" for place in _places(beats)]
+    lines += [f"paramp:   has left: {_list_ranks(left)}"] * bool(left)
+    return "\n".join(lines) + "\n"
+
+
+def describe_deadlock(beats: Mapping[int, Beat], seconds: float, left: Sequence[int] = ()) -> str:
+    """Why a job ends in which every rank has waited for the others for so many ``seconds``, on one line.
+
+    ``left``: the ranks that have left it.
+    """
+    saving = [rank for rank, beat in beats.items() if beat.record.phase == SAVE]
+    only = f"; engine.save has to be called on every rank, but was on {_list_ranks(saving)} only" if saving else ""
+    places = [*_places(beats), *[f"has left: {_list_ranks(left)}"] * bool(left)]
+    return f"every rank has waited for the others for {seconds:.0f} s: {'; '.join(places)}{only}"
+
+
+def _places(beats: Mapping[int, Beat]) -> list[str]:
+    """``in step, step 3: ranks 0-1`` for each phase in which ranks are."""
+    ranks_at: dict[str, list[int]] = defaultdict(list)
+    for rank, beat in sorted(beats.items()):
+        ranks_at[str(beat.record)].append(rank)
+    return [f"{where}: {_list_ranks(ranks)}" for where, ranks in ranks_at.items()]
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -17,14 +17,16 @@ from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
 from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
-from ..exact.cublas import choose_workspace
+from .agreement import agree, agree_on_call, agree_on_config
 from .context import ParallelContext, current_context, required_context
 from .dtensors_over_gloo import gather_dtensors_over_gloo
-from .failures import report_once
+from .first_failure import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
-from .rendezvous import agree, agree_on_call, agree_on_config, choose_interface, host_store, join_store, meet
+from .network_interfaces import choose_interface
+from .numerics import numerics_of
+from .rendezvous import host_store, join_store, meet
 
 expect("torch.distributed.distributed_c10d")
 
@@ -252,8 +254,8 @@ def _join(
     if not owns_world:
         _check_world(place)
         device = device or _device_of_group()
-    if config.reproducible and _device_type(device) == "cuda":
-        choose_workspace()  # before the next line, which initialises CUDA
+    if _device_type(device) == "cuda":
+        numerics_of(config).prepare_process()  # before the next line, which initialises CUDA
     device = _set_device(device, place.local_rank)
     if not owns_world:
         _check_backend(backend, device)
@@ -273,15 +275,7 @@ def _join(
         gather_dtensors_over_gloo()
     if world_size > 1:
         report_once(_explain)
-    return ParallelContext(
-        config,
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        device=device,
-        owns_world=owns_world,
-        heartbeat=heartbeat,
-    )
+    return ParallelContext(config, device, place.local_rank, owns_world=owns_world, heartbeat=heartbeat)
 
 
 def _device_of_group() -> torch.device | None:

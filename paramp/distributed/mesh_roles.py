@@ -36,19 +36,18 @@ from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
 from ..scaling.replicas import ROLES, Role
-from .rendezvous import agree, first_difference, meet, shared_settings
+from .agreement import agree, first_difference, shared_settings
+from .rendezvous import meet
 
 expect("torch.distributed.distributed_c10d")
 
-BATCH: tuple[Role, ...] = ("replicate", "shard")
-"""The roles along which ranks have different parts of the batch."""
-
 
 @dataclass(frozen=True)
-class MeshLayout:
-    """What a mesh that others made says about the layout."""
+class MeshOfOthers:
+    """A mesh that others made, and what it says about the layout."""
 
-    roles: Mapping[str, Role]
+    mesh: DeviceMesh
+    roles: dict[str, Role]
     """The role of each axis, by its name in the mesh; in the mesh's order."""
     config: Config
     """The configuration, with the sizes of the mesh."""
@@ -58,7 +57,7 @@ class MeshLayout:
 
 def read_mesh(
     mesh: DeviceMesh, config: Config | Mapping[str, Any] | str | Path | None, roles: Mapping[str, str] | None
-) -> MeshLayout:
+) -> MeshOfOthers:
     """Check the arguments of :meth:`~paramp.distributed.context.ParallelContext.from_mesh`. Every rank calls it.
 
     Raises:
@@ -84,7 +83,7 @@ def read_mesh(
     return found
 
 
-def _agree(mesh: DeviceMesh, found: MeshLayout | None, problem: Exception | None) -> str:
+def _agree(mesh: DeviceMesh, found: MeshOfOthers | None, problem: Exception | None) -> str:
     """What is wrong on some rank, or different between ranks, as a message; empty if nothing is."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state: dict[str, Any] = {"problem": None if problem is None else str(problem), "settings": {}}
@@ -104,7 +103,7 @@ def _first_problem(texts: list[str]) -> str:
     return first_difference([json.dumps(state["settings"]) for state in states])
 
 
-def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshLayout:
+def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshOfOthers:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh: got {shown(mesh)}, expected a torch.distributed.device_mesh.DeviceMesh; "
@@ -119,7 +118,7 @@ def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshLayout:
     _check_ranks(mesh)
     _check_groups(mesh)
     sizes = dict(zip(found.values(), mesh.shape, strict=True))
-    return MeshLayout(found, _with_sizes(config, sizes), _device(mesh.device_type))
+    return MeshOfOthers(mesh, found, _with_sizes(config, sizes), _device(mesh.device_type))
 
 
 def _roles(names: tuple[str, ...], given: Any) -> dict[str, Role]:

@@ -9,7 +9,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # m
 
 from ..base.errors import LaunchError
 from .launcher_env import LauncherRank
-from .rendezvous import PASSWORD, find_store, host_store, own_hosts
+from .network_interfaces import own_hosts
+from .rendezvous import PASSWORD, find_store, host_store
 
 _met: tuple[LauncherRank, TCPStore] | None = None
 """Kept until the process ends: MPI cannot be started a second time."""

@@ -58,9 +58,11 @@ class CountUnit:
         sum_over_data_: sums a tensor over data ranks; FSDP2's units, whose order this collective is in, have their own.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext, *, first_rank: bool) -> None:
+        """``first_rank``: the first count of the first data rank decides, which is the same in every layout."""
         self._context = context
         self._device = context.device
+        self._first_rank = first_rank
         self.is_used = context.batch_axis.size > 1
         self.value = torch.ones((), dtype=torch.float64, device=self._device)
         self.sum_over_data_: Callable[[torch.Tensor], object] = partial(all_reduce_, group=context.batch_axis.group)
@@ -100,8 +102,7 @@ class CountUnit:
         agrees = axis.size > 1 and self._agrees is not False
         if count is None and not agrees:
             return
-        # In the exact mode data ranks have other microbatches in each layout; the first of the first rank is the same.
-        num_first = 1 if self._context.config.reproducible else axis.size
+        num_first = 1 if self._first_rank else axis.size
         first = torch.zeros(2, dtype=torch.float64, device=self._device)
         if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
             first[0] = count / num_first

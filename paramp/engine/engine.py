@@ -1,9 +1,9 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
-The parts have modules of their own: a batch in microbatches (``batch_runner``), the accumulation window (``window``)
-and its losses (``losses``), the step with its decision, result and counters (``step``), failures of one rank
-(``shared_failure``), checkpoints (``state.training_state``), the whole model (``state.full_state``), and what is
-reported about training (:mod:`paramp.observe`).
+The parts have modules of their own: a batch in microbatches (``batch_runner``), what other loops call
+(``loop_runner``), the accumulation window (``window``) and its losses (``losses``), the step with its decision, result
+and counters (``step``), failures of one rank (``shared_failure``), checkpoints (``state.training_state``), the whole
+model (``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from torch import nn
 from ..base.spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.liveness import BATCH
-from ..exact.setup import chunk_run
+from ..distributed.phases import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_trace import diagnose_overflow, divergence
-from ..observe.replay import WindowBatches
+from ..observe.overflow_diagnosis import diagnose_overflow, divergence
+from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
-from .batch_runner import BatchRunner
-from .criterion import Criterion, Loss, OwnLoss
+from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
+from .loop_runner import LoopRunner
 from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
@@ -47,7 +46,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _on_every_rank(method: Method) -> Method:
-    """Every rank calls ``method``: if another one has left, the error names it (:mod:`paramp.distributed.failures`)."""
+    """Every rank calls ``method``: the error names one that has left (:mod:`paramp.distributed.first_failure`)."""
 
     @functools.wraps(method)
     def wrapper(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -101,15 +100,15 @@ class Engine:
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
-        batches = WindowBatches(stages, device)
-        losses = self._losses = WindowLosses(self.scaler, self._failure, context)
+        batches = WindowRecord(stages, device)
+        losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)
-        chunks = chunk_run(stages, params, losses, batches, self._failure, self._counters, self.observers)
-        self._runner = BatchRunner(
-            stages, weights, criterion, own_loss, losses, window, self._failure, self.observers, context, chunks
-        )
+        weights.numerics.connect(stages, params, losses, batches, self._failure, self._counters.read)
+        compute = ComputeContext.in_layout(context, weights.numerics)
+        checked = CheckedCriterion(criterion, own_loss, compute)
+        self._runner = LoopRunner(stages, weights, checked, losses, window, self.observers)
         self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)
@@ -322,7 +321,7 @@ class Engine:
         """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
 
         Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
-        (:mod:`paramp.observe.overflow_trace`), and leaves gradients of zero; nothing else changes. After a loop of
+        (:mod:`paramp.observe.overflow_diagnosis`), and leaves gradients of zero; nothing else changes. After a loop of
         ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients alone.
 
         Raises:

@@ -23,16 +23,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
-from ..exact import setup as exact
-from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
-from ..parallel.adapters import adapter_for
+from ..distributed.numerics import Numerics, numerics_of
+from ..optim.flat_params import FlatWeights
+from ..optim.matrices.owners import exchange_matrices
+from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from ..parallel.compiled_blocks import CompiledBlocks
-from ..pipeline.tied_stages import tie_stages
-from . import model_setup as setup
-from .criterion import Criterion
+from .compute_context import Criterion
 from .engine import Engine
+from .local_model import LocalModel, make_local
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
+from .model_plan import ModelPlan, plan_model
 from .state.model_tensors import ParamChunks
+from .user_arguments import (
+    Optimizers,
+    Parameters,
+    apply_algorithms,
+    build_optimizers,
+    plain_model,
+    prepare_criterion,
+    usable_context,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -40,7 +50,7 @@ if TYPE_CHECKING:
 
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
-    optimizer: setup.Optimizers | Callable[[setup.Parameters], setup.Optimizers],
+    optimizer: Optimizers | Callable[[Parameters], Optimizers],
     criterion: Criterion | None = None,
     train_dataloader: Any = None,
     test_dataloader: Any = None,
@@ -70,31 +80,44 @@ def initialize(
         RuntimeError: no context is open.
         ConfigError: the context, model, plan, optimizer, scheduler or a loader does not fit the layout or each other.
     """
-    context = setup.usable_context(context)
-    train_dataloader, test_dataloader = shard_loaders(
-        context, train_dataloader=train_dataloader, test_dataloader=test_dataloader
-    )
-    model, options = setup.plain(setup.build_model(model, optimizer), context)
-    setup.apply_algorithms(algorithms, model, context.config.precision)
-    built, optimizers = setup.build_optimizers(optimizer, model)
-    place = exact.prepare(context, model, optimizers)
-    setup.prepare_criterion(criterion, context.device)
+    context = usable_context(context)
+    numerics = numerics_of(context.config)
+    loaders = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
+    model, compile_options = plain_model(model, optimizer, context)
+    apply_algorithms(algorithms, model, context.config.precision)
+    built, optimizers = build_optimizers(optimizer, model)
+    numerics.prepare(context, model, optimizers)
+    prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
-    names_of = setup.read_names(model, optimizers, context)
-    adapter = adapter_for(model)
-    styles = setup.plan_layers(adapter, plan, context) if place is None else exact.sliced_layers(adapter, plan, place)
-    to_float8, overflow = setup.float8_conversion(model, styles, context)
-    fill, stored, own_loss = adapter.filler(), adapter.stored(), adapter.own_loss()
-    all_stages = setup.partition(adapter, styles, context)
-    own = exact.watched(place, all_stages, styles, context)
-    CheckpointedBlocks(model, context.config.activation_checkpointing).apply(own.parts)
-    shapes = {name: value.shape for name, value in own.module.named_parameters(remove_duplicate=False)}
-    compiled = CompiledBlocks(model, options, context)
-    units = setup.shard(own, styles, fill, stored, to_float8, repeated_blocks(model), context)
-    ties = tie_stages(names_of, all_stages, own.module, context)
-    weights = setup.flatten_weights(own.module, optimizers, names_of, shapes, ties, units, context)
-    params = ParamChunks(own.module, weights, ties, context, names_of, shapes)
-    engine = Engine(setup.make_stages(own, compiled, units, context), params, built, criterion, own_loss, overflow)
+    model_plan = plan_model(model, plan, optimizers, numerics, context)
+    compiled = CompiledBlocks(model, compile_options, context)
+    local_model = make_local(model_plan, numerics, context)
+    weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
+    compiled.apply(stage.module for stage in local_model.stages)
+    engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
-    setup.track(engine, lr_scheduler=wrapped, train_dataloader=train_dataloader, test_dataloader=test_dataloader)
+    tracked = {"lr_scheduler": wrapped, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
+    for name, thing in tracked.items():
+        if hasattr(thing, "state_dict"):
+            engine.track(name, thing)
     return engine, train_dataloader, test_dataloader, wrapped
+
+
+def _make_weights(
+    plan: ModelPlan,
+    model: LocalModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    numerics: Numerics,
+    context: ParallelContext,
+) -> ParamChunks:
+    """Move this rank's parameters into flat buffers, create masters, and give optimizers what they step."""
+    module = model.stages.module
+    group_of = groups_by_name(optimizers, plan.names_of)
+    weights = FlatWeights(module, numerics, context, optimizers, group_of, model.ties, model.units)
+    exchange_matrices(weights, model.shapes, context)
+    for one in weights.by_optimizer:
+        repoint(one.optimizer, plan.names_of, one)
+        if not context.config.precision.masters:
+            warn_of_eps(one.optimizer)
+    return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

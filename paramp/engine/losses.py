@@ -12,10 +12,11 @@ import torch
 
 from ..base.collectives import all_reduce_
 from ..distributed.context import ParallelContext
+from ..distributed.numerics import Numerics
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
+from .compute_context import Loss
 from .count_unit import CountUnit
-from .criterion import Loss
 from .shared_failure import SAME_KIND, SharedFailure
 
 MEAN, COUNTED = "a mean", "(sum, count)"
@@ -52,12 +53,14 @@ class WindowLosses:
         unit: what sums and counts are divided by.
     """
 
-    def __init__(self, scaler: DistributedGradScaler, failure: SharedFailure, context: ParallelContext) -> None:
+    def __init__(
+        self, scaler: DistributedGradScaler, failure: SharedFailure, numerics: Numerics, context: ParallelContext
+    ) -> None:
         config = context.config
-        self._scaler, self._failure, self._context = scaler, failure, context
+        self._scaler, self.failure, self.context = scaler, failure, context
         self.size = config.parallel.pipeline.num_microbatches * config.gradient_accumulation * context.batch_axis.size
         self.totals = LossTotals(context)
-        self.unit = CountUnit(context)
+        self.unit = CountUnit(context, first_rank=numerics.counts_first_rank)
         failure.find_late = self.unit.error_of_flag
         self._kind: str | None = None
         self._one_loss = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64, device=context.device)
@@ -68,7 +71,7 @@ class WindowLosses:
         self.totals.zero_()
         if self.unit.is_used:
             self.unit.restart()
-        self._kind = self._failure.kind = None
+        self._kind = self.failure.kind = None
 
     def scaled(self, loss: Loss) -> torch.Tensor:
         """Add ``loss`` to the window; return the value that its backward starts from, 0-dim.
@@ -86,7 +89,7 @@ class WindowLosses:
         kind = COUNTED if isinstance(loss, tuple) else MEAN
         if self._kind not in (None, kind):
             raise ValueError(f"criterion: returned both {MEAN} and {COUNTED} {SAME_KIND}")
-        self._kind = self._failure.kind = kind
+        self._kind = self.failure.kind = kind
         if kind == COUNTED or self.unit.is_used:
             self.unit.choose(loss, self.size)
         value, parts = self.split(loss)
@@ -109,7 +112,7 @@ class WindowLosses:
 
     def findings(self, totals: LossTotals | None = None) -> torch.Tensor:
         """This rank's terms of a sum over ranks, 1-dim float64: ``totals`` (None: the window's), and its failures."""
-        failures = self._failure.flag() if self._failure.is_shared else self._no_failure
+        failures = self.failure.flag() if self.failure.is_shared else self._no_failure
         if self.unit.is_used:
             failures = failures + self.unit.flag()
         return torch.cat([(self.totals if totals is None else totals).terms(), failures])
@@ -122,11 +125,11 @@ class WindowLosses:
         """
         summed = self.findings(totals)
         failures = summed[4]
-        if self._context.world_size > 1:
+        if self.context.world_size > 1:
             all_reduce_(summed)
             if totals is None:
                 failures = failures + mixes_kinds(*summed[1:4])
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
-        if self._failure.is_shared and (totals is not None or not self._failure.is_delayed):
-            self._failure.publish(failures, wait=True)
+        if self.failure.is_shared and (totals is not None or not self.failure.is_delayed):
+            self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()

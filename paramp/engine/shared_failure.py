@@ -22,10 +22,8 @@ import torch.distributed as dist
 from ..base.collectives import gather_objects
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
-from ..distributed.axes import ranks_along
-from ..distributed.context import ParallelContext
-from ..distributed.failures import SECONDS_OF_GRACE, is_lost_connection
-from ..distributed.mesh_roles import BATCH
+from ..distributed.context import BATCH_ROLES, ParallelContext
+from ..distributed.first_failure import SECONDS_OF_GRACE, is_lost_connection
 
 expect("torch.distributed.distributed_c10d")
 
@@ -46,9 +44,9 @@ class SharedFailure:
         self._context = context
         self._key = f"paramp/failed_batch/{context.serial}/{context.num_engines}"
         sharded = context.config.parallel.shard > 1
-        axes = context.axes_of("tensor", *(BATCH if sharded else ()))
+        axes = context.axes_of("tensor", *(BATCH_ROLES if sharded else ()))
         self._axes = "data and tensor axes" if sharded else "tensor axis"
-        groups = ranks_along(context, axes).tolist()
+        groups = context.ranks_along(axes).tolist()
         self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0
         self._own: Exception | None = None

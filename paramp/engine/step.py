@@ -1,8 +1,7 @@
 """The optimizer's step: a decision equal on every rank, whether to skip it and the gradients' divisor; then the update.
 
-Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings (two more agree on
-the norm, if training is reproducible). On a GPU all values computed from it stay on the device: the result and the
-counters of steps are read only on access.
+Each rank makes one pass over its gradients. One small all-reduce over the world adds up the findings. On a GPU all
+values computed from it stay on the device: the result and the counters of steps are read only on access.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
-from ..exact import squares as exact
 from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
 from ..optim.compiled.step import fused_step_for
@@ -23,7 +21,7 @@ from ..optim.flat_gradients import FlatGradients
 from ..optim.param_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.decision import NUM_SUMS, StepDecision, decide
-from ..scaling.local_norm import count_zeros, norm_power
+from ..scaling.local_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
 from .losses import WindowLosses
 from .shared_failure import SharedFailure
@@ -191,6 +189,7 @@ class OptimizerStep:
         context, weights = params.context, params.weights
         self._optimizers = [one.optimizer for one in weights.by_optimizer]
         self._changes, self._gradients = weights.changes, weights.gradients
+        self._norm_power = weights.numerics.norm_power
         self._first_names = params.first_names
         self._scaler, self._losses, self._window = scaler, losses, window
         self._failure, self.counters = failure, counters
@@ -261,11 +260,8 @@ class OptimizerStep:
         zeros = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._context.config.precision.log_num_zeros:
             zeros = count_zeros(*self._gradients.for_zero_count(), self._device)
-        if self._context.config.reproducible:
-            squares = exact.squares_over_world(*self._gradients.for_norm(), self._device)
-        else:
-            sums = None if self._sums is None or is_in_torch_dispatch_mode() else self._sums
-            squares = norm_power(*self._gradients.for_norm(), 2.0, self._device, sums)
+        sums = None if self._sums is None or is_in_torch_dispatch_mode() else self._sums
+        squares = self._norm_power(*self._gradients.for_norm(), 2.0, self._device, sums)
         return torch.stack([found_inf.double(), squares, zeros])
 
     def _record(self, decision: StepDecision) -> StepResult:

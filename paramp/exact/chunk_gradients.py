@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
-from ..distributed.axes import replicated_axes
+from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_gradients import FlatGradients
 from ..optim.param_buffer import FlatParam
 from ..scaling.grad_reduce import sum_tied_gradients

@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..base.errors import ConfigError
-from ..base.spans import Observer
 from ..distributed.context import ParallelContext
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
-from ..engine.step import StepCounters
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
 from .chunk_gradients import ChunkGradients
 from .functions import ExactFunctions
 from .totals import ChunkTotals
 
 
-class ChunkRun(Observer):
-    """Runs a batch chunk by chunk: it tells where each is, and adds up its gradients.
-
-    An :class:`~paramp.base.spans.Observer` of the engine, which learns from the spans which chunk runs.
-    """
+class ChunkRun:
+    """Runs a batch chunk by chunk: it tells where each is, and adds up its gradients."""
 
     def __init__(
         self,
         functions: ExactFunctions,
         gradients: ChunkGradients,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
-        counters: StepCounters,
+        step_counts: Callable[[], list[int]],
         context: ParallelContext,
     ) -> None:
         self.functions = functions
         self.place = functions.place
         self._losses, self._batches, self._failure = losses, batches, failure
         self._gradients = gradients
-        self._counters = counters
+        self._step_counts = step_counts
         self._axis = context.batch_axis
         self._device = context.device
         self._pipeline = context.config.parallel.pipeline
@@ -71,18 +65,25 @@ class ChunkRun(Observer):
             ) from None
         return num_chunks
 
-    def begin(self, chunks: Sequence[Batch]) -> ConfigError | None:
+    def begin(self, chunks: list[Batch]) -> list[Batch]:
         """Begin a backward of ``chunks``, none after a failure; a collective of data ranks.
 
         Returns:
-            The error, if data ranks or calls of a window have different numbers of them, or data ranks different
-            shapes; not raised, so that no rank waits.
+            ``chunks``; none if data ranks or calls of a window have different numbers of them, or data ranks different
+            shapes, which is recorded as a failure.
         """
+        problem = self._begin(chunks)
+        if problem is None:
+            return chunks
+        self._failure.record(problem)
+        return []
+
+    def _begin(self, chunks: Sequence[Batch]) -> ConfigError | None:
         num_chunks, shapes = len(chunks), _digest(chunks)
         losses, call = self._losses, self._batches.last_index
         if torch.get_num_threads() != 1:  # changed since initialize
             torch.set_num_threads(1)
-        self.place.step, self.place.call = sum(self._counters.read()[:2]), call
+        self.place.step, self.place.call = sum(self._step_counts()[:2]), call
         self._num_chunks = num_chunks
         bounds = [num_chunks, -num_chunks, shapes, -shapes]
         most, minus_least, largest, minus_smallest = self._largest(bounds) if self._axis.size > 1 else bounds
@@ -114,22 +115,19 @@ class ChunkRun(Observer):
         largest: list[int] = found.tolist()
         return largest
 
-    @contextmanager
-    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
-        """Run an operation of the chunk ``microbatch`` of this rank."""
-        if microbatch is None:
-            yield
-            return
-        place = self.place
-        place.first_sample = (self._axis.rank * self._num_chunks + microbatch) * place.chunk
-        if kind == "forward":
-            self.functions.begin_chunk()
-        yield  # a failure leaves gradients of the chunk behind, which are dropped with its window
-        if kind in ("backward", "backward weight"):
-            try:
-                self._gradients.end_chunk(stage or 0, microbatch)
-            except RuntimeError as error:  # on this rank alone: others wait for it in the schedule
-                self._failure.record(error)
+    def move_to(self, index: int) -> None:
+        """An operation of the chunk ``index`` of this rank follows."""
+        self.place.first_sample = (self._axis.rank * self._num_chunks + index) * self.place.chunk
+
+    def add_gradients(self, stage: int, index: int) -> None:
+        """The backward of a chunk through ``stage`` has ended.
+
+        A failed one leaves gradients behind, which are dropped with its window.
+        """
+        try:
+            self._gradients.end_chunk(stage, index)
+        except RuntimeError as error:  # on this rank alone: others wait for it in the schedule
+            self._failure.record(error)
 
 
 def _digest(chunks: Sequence[Batch]) -> int:

@@ -9,6 +9,7 @@ and the backward is of products, sums and quotients, which are rounded the same 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..base.dtensor import full_tensor, is_dtensor
@@ -16,6 +17,7 @@ from ..base.errors import ConfigError
 from ..parallel.tensor import sharded_loss as any_order
 from ..parallel.tensor.sharded_loss import group_of_classes, has_sharded_classes
 from .place import Place
+from .tree_sum import sum_over, tree_sum
 
 
 def cross_entropy(
@@ -53,9 +55,9 @@ def cross_entropy(
         if target.is_floating_point():
             options = size_average, ignore_index, reduce, reduction, label_smoothing
             return F.cross_entropy(input, full_tensor(target), full_tensor(weight), *options)
-    own_slices = _own_slices(place, input)
+    slices = any_order.Slices(_own_slices(place, input), _sum_in_tree)
     options = size_average, ignore_index, reduce, reduction, label_smoothing
-    return any_order.cross_entropy(input, target, weight, *options, own_slices=own_slices)
+    return any_order.cross_entropy(input, target, weight, *options, slices=slices)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
@@ -67,6 +69,10 @@ def _whole(logits: torch.Tensor) -> torch.Tensor:
         )
     whole: torch.Tensor = full_tensor(logits)
     return whole
+
+
+def _sum_in_tree(terms: list[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    return sum_over(tree_sum(terms), group)
 
 
 def _own_slices(place: Place, logits: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -11,13 +10,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
-from ..parallel.tensor.sharding_plan import apply_plan
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence
 from .place import Place
 from .styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def sliced_plan(
@@ -96,11 +91,8 @@ def _sliced(name: str, module: nn.Module, style: ParallelStyle, place: Place) ->
     )
 
 
-def apply_sliced_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh | None) -> None:
-    """Apply ``styles`` to the submodules of a stage, over ``mesh``; None: one tensor rank."""
-    if mesh is not None:
-        apply_plan(module, styles, mesh)
-        return
+def apply_sliced_plan(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Apply ``styles`` to the submodules of a stage on one tensor rank."""
     own = dict(module.named_modules())
     for name, style in styles.items():
         if name in own and not isinstance(own[name], PassThrough) and isinstance(style, SlicedStyle):

@@ -20,9 +20,9 @@ from torch import nn
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS
+from ..base.wrapped_models import is_unit
 from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.records import groups, held
-from ..parallel.fsdp.unit_checks import is_unit
 from ..precision.policy import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter

@@ -19,12 +19,11 @@ from torch import nn
 from ..base.collectives import sum_
 from ..base.dtensor import local
 from ..base.errors import ConfigError, require
-from ..base.wrapped_models import is_compiled, is_ddp, unwrapped
+from ..base.wrapped_models import is_compiled, is_ddp, is_unit, unwrapped
 from ..config.schema import Config
+from ..distributed.agreement import agree_on_call
 from ..distributed.context import ParallelContext, required_context
-from ..distributed.rendezvous import agree_on_call
 from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
-from ..parallel.fsdp.unit_checks import is_unit
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..scaling.grad_reduce import align_gradients
@@ -86,7 +85,7 @@ class OwnModel(Stages):
         first = next(plain.parameters(), torch.empty(0))
         device = first.device if context is None else context.device
         precision = (Config() if context is None else context.config).precision
-        super().__init__(Joined([plain]), [Stage(plain, precision, device, is_first=True, is_last=True)])
+        super().__init__(Joined([plain]), [Stage(plain, precision, device)])
         self.device = device
         self._ddp = [module for module in model.modules() if is_ddp(module)]
         self._fully_sharded: list[Any] = [module for module in model.modules() if is_unit(module)]

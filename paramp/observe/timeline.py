@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from ..base.coerce import user_path
 from ..base.collectives import gather_objects
 from ..base.spans import STEP, Observer
-from ..distributed.axes import ranks_along
 from ..distributed.context import ParallelContext
 
 
@@ -95,9 +94,8 @@ class Recorder:
         return self.origin + float(self._base.elapsed_time(moment)) / 1000
 
 
-@dataclass(frozen=True)
-class RankSpans:
-    """The spans of one rank."""
+class RankSpans(NamedTuple):
+    """The spans of one rank, by its name with coordinates."""
 
     name: str
     spans: list[Span]
@@ -180,7 +178,7 @@ class Timeline:
             RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
             for own, start in ((own, starts[machine]) for machine, _, own in everyone)
         ]
-        self.pipelines = ranks_along(context, context.axes_of("stage")).tolist()
+        self.pipelines = context.ranks_along(context.axes_of("stage")).tolist()
 
 
 @contextmanager

@@ -30,8 +30,7 @@ from torch import nn
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
 from ..distributed.context import ParallelContext
-from ..exact.chunk_gradients import ChunkGradients
-from ..exact.sharded_chunks import ShardedChunkGradients
+from ..distributed.numerics import Numerics
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
@@ -65,13 +64,14 @@ class FlatWeights:
         by_optimizer: the weights of each optimizer.
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
+        numerics: of the engine.
         put_back: :meth:`~.changes.replaced_parameters.ModelParameters.put_back` of the model's parameters.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        precision: Precision,
+        numerics: Numerics,
         context: ParallelContext,
         optimizers: Sequence[torch.optim.Optimizer],
         group_of: Mapping[str, tuple[int, int]],
@@ -86,8 +86,9 @@ class FlatWeights:
             units: those into which FSDP2 has sharded ``module``; None if it has not.
         """
         self._context = context
+        self.numerics, precision = numerics, context.config.precision
         stored = precision if units is None else precision.as_sharded
-        if units is not None and context.config.reproducible:
+        if units is not None and not numerics.units_reduce:
             stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
         originals = cast_weights(module, stored, untrained=precision.weights)
         for tie in ties:
@@ -124,7 +125,7 @@ class FlatWeights:
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
         given = self.params, self.buffers, StepRanges(self.buffers).everything, self.frozen, ties, stored, context
-        self.gradients = _gradients(given, units, context)
+        self.gradients = _gradients(given, units, numerics)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 
@@ -290,12 +291,14 @@ class OptimizerWeights:
         gather_weights(self.buffers, self._context.batch_axis.group)
 
 
-def _gradients(given: tuple[Any, ...], units: Units | None, context: ParallelContext) -> FlatGradients:
+def _gradients(given: tuple[Any, ...], units: Units | None, numerics: Numerics) -> FlatGradients:
     """The gradients of the parameters in ``given``, the arguments of :class:`FlatGradients`."""
-    exact = bool(context.config.reproducible)
+    gradients: FlatGradients
     if units is None:
-        return ChunkGradients(*given) if exact else FlatGradients(*given)
-    return ShardedChunkGradients(*given, units=units) if exact else ShardedGradients(*given, units=units)
+        gradients = numerics.gradients(FlatGradients)(*given)
+    else:
+        gradients = numerics.gradients(ShardedGradients)(*given, units=units)
+    return gradients
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

@@ -5,8 +5,7 @@ A family's modules are imported in the methods, so that only the modules that a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,14 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from ..config.layout import PipelineConfig
 from .batches import Batch, loss_in
-from .materialize import check_materializable, is_on_meta, reset_parameters
-from .partition import Partition, SequentialPartition, is_sequential
+from .materialize import InitialValues, check_materializable, is_on_meta
+from .partition import Partition, SequentialPartition, is_sequential, partition_model
 
 if TYPE_CHECKING:
-    from .huggingface.pretrained_weights import PretrainedFiles
+    from torch.distributed.tensor.parallel import ParallelStyle
+
     from .tensor.sharding_plan import Plan
 
 
@@ -37,6 +38,36 @@ class ModelAdapter:
     def accepts(model: nn.Module) -> bool:
         """Whether ``model`` is of this family."""
         return True
+
+    def styles(self, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
+        """The style of each module that ``plan`` matches; ConfigError for one that it does not fit."""
+        if not plan:
+            return {}
+        from .huggingface.lora import extend_to_adapters
+        from .tensor.sharding_plan import resolve_plan
+
+        if isinstance(plan, Mapping):
+            plan = {self.full_name(pattern): style for pattern, style in plan.items()}
+        styles = resolve_plan(plan, [name for name, _ in self.model.named_modules(remove_duplicate=False)])
+        return extend_to_adapters(self.model, styles)
+
+    def stages(self, pipeline: PipelineConfig, styles: Mapping[str, ParallelStyle]) -> list[nn.Module]:
+        """The module of each pipeline stage, also of other ranks' stages; the model if there is one stage only.
+
+        Raises:
+            ConfigError: the model cannot be partitioned, or ``styles`` has one for a module of several stages.
+        """
+        if pipeline.num_stages == 1:
+            return [self.single_stage()]
+        split = self.split(pipeline.num_stages) if pipeline.split is None else pipeline.split
+        split = split and [self.full_name(name) for name in split]
+        partition = self.partition(pipeline.num_stages, split)
+        for name in partition.opened & styles.keys():
+            raise ConfigError(
+                f"plan: {name!r} is split by the pipeline, so a style for it would have no effect; split around it "
+                "(parallel.pipeline.split), or give styles to the modules in it"
+            )
+        return partition_model(self.model, partition, pipeline.num_stages, split)
 
     def full_name(self, name: str) -> str:
         """The name in the model of what the user calls ``name`` in a plan or split."""
@@ -71,14 +102,10 @@ class ModelAdapter:
         """A function that finds the loss in the model's output for a microbatch; it returns None if there is none."""
         return lambda output, _: loss_in(output)
 
-    def filler(self) -> Callable[[nn.Module], None]:
-        """A function that fills the tensors of one module of the model, which are on ``meta``."""
+    def initial_values(self) -> InitialValues:
+        """Where tensors on ``meta`` get their values from; ValueError for a module that cannot fill its own."""
         check_materializable(self.model)
-        return reset_parameters
-
-    def stored(self) -> Callable[[str], torch.Tensor | None]:
-        """A function that returns the full value of a tensor on ``meta`` by name; None if the filler makes it."""
-        return lambda _: None
+        return InitialValues()
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         """A function that writes full weights by name to a folder; the module is the model, or a stage of it."""
@@ -134,25 +161,17 @@ class HuggingFaceAdapter(ModelAdapter):
 
         return token_loss(self.model)
 
-    def filler(self) -> Callable[[nn.Module], None]:
+    def initial_values(self) -> InitialValues:
         if not self._is_on_meta:
-            return super().filler()
+            return super().initial_values()
         from .huggingface.lora import without_adapters
-        from .huggingface.pretrained_weights import pretrained_filler
+        from .huggingface.pretrained_weights import PretrainedFiles, is_from_folder, pretrained_filler
 
-        return pretrained_filler(without_adapters(self.model), self._files or ())
-
-    def stored(self) -> Callable[[str], torch.Tensor | None]:
-        return self._files or super().stored()
-
-    @functools.cached_property
-    def _files(self) -> PretrainedFiles | None:
-        """The files of a model that ``from_pretrained`` has put on ``meta``."""
-        from .huggingface.lora import without_adapters
-        from .huggingface.pretrained_weights import PretrainedFiles, is_from_folder
-
-        is_stored = self._is_on_meta and is_from_folder(self.model)
-        return PretrainedFiles(without_adapters(self.model)) if is_stored else None
+        plain = without_adapters(self.model)
+        if not is_from_folder(self.model):
+            return InitialValues(pretrained_filler(plain))
+        files = PretrainedFiles(plain)
+        return InitialValues(pretrained_filler(plain, files), files)
 
     @property
     def _is_on_meta(self) -> bool:
@@ -202,13 +221,10 @@ class PeftAdapter(ModelAdapter):
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         return self._inside.own_loss()
 
-    def filler(self) -> Callable[[nn.Module], None]:
+    def initial_values(self) -> InitialValues:
         self._lora.check_filled(self.model)
-        return self._inside.filler()
-
-    def stored(self) -> Callable[[str], torch.Tensor | None]:
-        inside = self._inside.stored()
-        return lambda name: inside(self._lora.original_name(name))
+        inside = self._inside.initial_values()
+        return InitialValues(inside.fill, lambda name: inside.stored(self._lora.original_name(name)))
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         return self._lora.write_adapters

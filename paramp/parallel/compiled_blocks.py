@@ -31,9 +31,9 @@ from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..base.torch_internals import take
+from ..base.wrapped_models import is_unit
 from ..distributed.context import ParallelContext
 from .activation_checkpointing import repeated_blocks
-from .fsdp.unit_checks import is_unit
 
 _has_any_global_hook = take("torch.nn.modules.module._has_any_global_hook")
 

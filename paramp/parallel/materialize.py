@@ -14,6 +14,7 @@ A rank never holds more than its shards and one submodule, and the values are th
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -111,16 +112,24 @@ def _copy(module: nn.Module) -> nn.Module:
 TENSORS = ("_parameters", "_buffers")
 
 
+@dataclass(frozen=True)
+class InitialValues:
+    """Where the tensors of a model on ``meta`` get their values from."""
+
+    fill: Callable[[nn.Module], None] = reset_parameters
+    """Fills the tensors of one module itself, without its submodules."""
+    stored: Callable[[str], torch.Tensor | None] = lambda _: None
+    """The full value of the tensor of a name, which may be a view of a file; None: ``fill`` makes it."""
+
+
 def materialize(
     module: nn.Module,
     seed: int,
     device: torch.device,
     *,
     whole: nn.Module | None = None,
-    fill: Callable[[nn.Module], None] = reset_parameters,
-    stored: Callable[[str], torch.Tensor | None] = lambda _: None,
-    dtype: torch.dtype | None = None,
-    keep_batchnorm_fp32: bool = False,
+    values: InitialValues | None = None,
+    precision: Precision | None = None,
 ) -> None:
     """Give the parameters and buffers of ``module`` that are on ``meta`` their initial values, on ``device``.
 
@@ -129,30 +138,32 @@ def materialize(
 
     Args:
         whole: the :func:`outline` of ``module``, made before it was sharded. None: it is not sharded.
-        fill: fills the tensors of one module itself, without its submodules.
-        stored: the full value of the tensor of a name, which may be a view of a file; None: ``fill`` makes it.
-        dtype: the dtype of floating-point tensors. None: their dtype on ``meta``.
-        keep_batchnorm_fp32: tensors of batch norms are in fp32, whatever ``dtype`` is.
+        values: None: those that each module's ``reset_parameters`` draws.
+        precision: the mode in whose weight dtype floating-point tensors are. None: their dtype on ``meta``.
 
     Raises:
         ValueError: a submodule has tensors on ``meta`` and no ``reset_parameters`` to fill them.
     """
-    if fill is reset_parameters:
+    values = values or InitialValues()
+    if values.fill is reset_parameters:
         check_materializable(module)
     filled: dict[torch.Tensor, torch.Tensor] = {}
 
     def keep(child: nn.Module, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if like not in filled:  # a tied tensor is filled once
-            in_dtype = dtype and stored_dtype(child, name, value, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-            filled[like] = _shard(value, like, in_dtype or like.dtype, device)
+            dtype = like.dtype
+            if precision is not None:
+                keep_batchnorm_fp32 = precision.keep_batchnorm_fp32
+                dtype = stored_dtype(child, name, value, precision.weights, keep_batchnorm_fp32=keep_batchnorm_fp32)
+            filled[like] = _shard(value, like, dtype, device)
         return filled[like]
 
     with cpu_seeds() as seed_cpu:
         for name, original in (whole or outline(module)).named_modules():
             if is_on_meta(original):
                 seed_cpu(derive_seed(seed, name))
-                values = _stored_values(name, original, stored)
-                _fill(module.get_submodule(name), original, values, fill, keep)
+                stored = _stored_values(name, original, values.stored)
+                _fill(module.get_submodule(name), original, stored, values.fill, keep)
 
 
 def _stored_values(

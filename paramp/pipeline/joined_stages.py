@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from ..base.module_surgery import PassThrough, shallow_copy
-from ..exact.functions import ExactFunctions
 
 
 class Joined:
@@ -22,8 +21,6 @@ class Joined:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.parts = list(parts)
-        self.functions: ExactFunctions | None = None
-        """What the modules call of torch, if training is reproducible."""
         # (a part's copy of a module, the joint copy, the names of the children that both share)
         self._copies: list[tuple[nn.Module, nn.Module, list[str]]] = []
         self.module = self._join(self.parts)

@@ -21,7 +21,8 @@ from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.spans import Observer, begin_call, span
 from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
-from ..distributed.failures import is_lost_connection
+from ..distributed.first_failure import is_lost_connection
+from ..distributed.numerics import Numerics
 from ..parallel.batches import Batch
 from .stage import Stage, Stages
 from .stage_output import StageOutput, plain
@@ -119,6 +120,7 @@ class Pipeline:
         config: PipelineConfig,
         observers: Sequence[Observer] = (),
         check: Callable[[Exception], None] = lambda _: None,
+        numerics: Numerics | None = None,
     ) -> None:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -146,6 +148,7 @@ class Pipeline:
         self._loss: Callable[[Any, Batch], torch.Tensor] | None = None
         self._failure: Exception | None = None
         self._check = check
+        self._numerics = numerics or Numerics()
         self.in_step = True
         """False after a :meth:`run` that was interrupted, so that other ranks may wait for this one."""
 
@@ -270,6 +273,7 @@ class Pipeline:
         place = (index, self._config.num_stages, self._link_device)
         stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
         stage.observers, stage.failed, stage.begin = self.observers, linked.failed, linked.begin
+        stage.numerics = self._numerics
         stage.before_last_backward = lambda: self._before_last_backward()
         return stage
 

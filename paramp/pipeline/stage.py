@@ -36,12 +36,10 @@ class Stage(nn.Module):
         precision: Precision,
         device: torch.device,
         *,
-        is_first: bool,
-        is_last: bool,
+        is_first: bool = True,
+        is_last: bool = True,
         random: AbstractContextManager[Any] | None = None,
-        keeps_dtypes: bool = False,
     ) -> None:
-        """``keeps_dtypes``: hidden states are exchanged as they are, not in the mode's compute dtype."""
         super().__init__()
         self.module = module
         self.precision = precision
@@ -51,7 +49,8 @@ class Stage(nn.Module):
         self.link_device = device
         """The device of tensors that are sent and received: the CPU if the backend cannot send from ``device``."""
 
-        self.keeps_dtypes = keeps_dtypes
+        self.keeps_dtypes = False
+        """Whether hidden states are exchanged as they are, not in the mode's compute dtype."""
         self._keywords = None if is_first else _keywords_of(module)
         self.random = random or nullcontext()
         """The random stream for dropout, entered for the forward."""
@@ -109,7 +108,6 @@ class Stages(nn.Module):
         self.module = joined.module
         """A module with all modules of the stages, under the whole model's names."""
         self.stages = nn.ModuleList(stages)
-        self.functions = joined.functions
         self.training = self.module.training
         self._joined = joined
         self._units = units

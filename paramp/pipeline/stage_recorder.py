@@ -11,7 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from ..base.spans import Observer, span
 from ..base.torch_internals import expect
-from ..distributed.failures import is_lost_connection
+from ..distributed.first_failure import is_lost_connection
+from ..distributed.numerics import Numerics
 from .split_backward import SplitBackward
 
 expect(
@@ -25,6 +26,7 @@ class RecordedStage(PipelineStage):
     """A ``PipelineStage`` that reports its forwards and backwards to observers as spans."""
 
     observers: Sequence[Observer]
+    numerics: Numerics
     before_last_backward: Callable[[], None]
     """Called before the last full backward of a schedule."""
     begin: Callable[[int], None]
@@ -36,6 +38,7 @@ class RecordedStage(PipelineStage):
         return span(self.observers, kind, self.stage_index, microbatch)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.numerics.begin_forward(fwd_chunk_id)
         with self._span("forward", fwd_chunk_id):
             self.begin(fwd_chunk_id)
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -45,12 +48,17 @@ class RecordedStage(PipelineStage):
     ) -> None:
         if last_backward and full_backward:
             self.before_last_backward()
+        self.numerics.begin_backward(bwd_chunk_id)
         with self._span("backward" if full_backward else "backward input", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self.numerics.end_backward(self.stage_index, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.numerics.begin_backward(bwd_chunk_id)
         with self._span("backward weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.numerics.end_backward(self.stage_index, bwd_chunk_id)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

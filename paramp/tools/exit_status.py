@@ -4,7 +4,7 @@ import sys
 import traceback
 
 from ..base.errors import CheckpointError, ConfigError, DataError, LaunchError, TrainingDiverged
-from ..distributed.failures import is_echo
+from ..distributed.first_failure import is_echo
 from ..distributed.launcher_env import rank_by_any_variable
 from ..distributed.local_launcher import reported_by_rank_0
 

@@ -9,7 +9,7 @@ from counting import Collectives
 from pool import on_ranks
 from reference import local, plain_fp32_training, small_gpt, train_engine, whole
 from small_engines import each_raises, engine_of, train_step
-from test_groups import maps
+from test_process_groups import maps
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -15,10 +15,10 @@ from small_engines import engine_of, train_step
 from torch.distributed import HashStore, distributed_c10d
 
 import paramp
-from paramp.distributed import failures, heartbeat
-from paramp.distributed.failures import Departures, ending_in_time
-from paramp.distributed.heartbeat import Heartbeat
-from paramp.distributed.liveness import SETUP, Beat, LivenessMonitor, ProgressRecord
+from paramp.distributed import first_failure, heartbeat
+from paramp.distributed.first_failure import Departures, ending_in_time
+from paramp.distributed.heartbeat import Beat, Heartbeat, LivenessMonitor
+from paramp.distributed.phases import SETUP, ProgressRecord
 
 # ----------------------------------------------------------------------------- ranks of their own, on a shared clock
 
@@ -143,10 +143,10 @@ class Ranks:
 
     def __init__(self, size, end_after=None):
         self.now, self.written, self.left, store = 0.0, [], [], HashStore()
-        options = {"end_after": end_after, "clock": lambda: self.now, "host": "the launcher"}
+        options = {"end_after": end_after, "host": "the launcher"}
         self.all = [Heartbeat(store, rank, size, 10.0, **options) for rank in range(size)]
         for one in self.all:
-            one._interval = 0.0
+            one._interval, one._clock = 0.0, lambda: self.now
 
     def seconds(self, count, *silent):
         """Every rank beats once a second, but for the ``silent`` ones; those that ended are returned."""
@@ -345,9 +345,9 @@ def test_a_rank_that_compiles_or_is_in_a_debugger_does_not_wait(file, phase):
 
 def test_the_defaults_are_those_of_the_page():
     config = paramp.Config()
-    assert (config.hang_timeout, config.hang_end_after, failures.LONGEST_WAIT) == (300.0, 4, 30 * 60.0)
+    assert (config.hang_timeout, config.hang_end_after, first_failure.LONGEST_WAIT) == (300.0, 4, 30 * 60.0)
     assert inspect.signature(paramp.start_heartbeat).parameters["end_after"].default == 4  # of a user's own loop
-    assert failures.SECONDS_OF_GRACE == 5.0
+    assert first_failure.SECONDS_OF_GRACE == 5.0
     assert alone(config.hang_timeout)._interval == 1.0
     assert distributed_c10d.default_pg_timeout.total_seconds() == 30 * 60.0  # gloo's
 
@@ -375,7 +375,7 @@ def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
         with pytest.raises(RuntimeError, match=r"engine\.save: every rank has to call it, but rank 1 has left"):
             Departures("test of one that left", 0, 2).gather("save", "engine.save")
         error = pytest.raises(RuntimeError, match=r"but others have not in 0\.1 s")
-        with mock.patch.object(failures, "LONGEST_WAIT", 0.1), error:
+        with mock.patch.object(first_failure, "LONGEST_WAIT", 0.1), error:
             Departures("test of one that never comes", 0, 2).gather("save", "engine.save")
     torch.distributed.barrier()
 
@@ -383,9 +383,9 @@ def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
 @pytest.mark.parametrize("quiet", [True, False])
 def test_an_error_is_reported_although_closing_never_returns(monkeypatch, quiet):
     written, ended = [], threading.Event()
-    monkeypatch.setattr(failures, "SECONDS_OF_GRACE", 0.01)
-    monkeypatch.setattr(failures, "write_stderr", written.append)
-    monkeypatch.setattr(failures, "end_process", ended.set)
+    monkeypatch.setattr(first_failure, "SECONDS_OF_GRACE", 0.01)
+    monkeypatch.setattr(first_failure, "write_stderr", written.append)
+    monkeypatch.setattr(first_failure, "end_process", ended.set)
     with ending_in_time(ValueError("disk full"), quiet=quiet):
         assert ended.wait(120)
     assert [text.strip() for text in written] == ([] if quiet else ["ValueError: disk full"])

@@ -9,8 +9,8 @@ from small_engines import each_raises
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launchers
+from paramp.distributed.numerics import numerics_of
 from paramp.exact.cublas import VARIABLE, choose_workspace
-from paramp.exact.setup import prepare
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_deterministic_algorithms_end_with_the_context(unset, before):
     try:
         with paramp.launch_from_torch({"reproducible": True}, device="cpu") as context:
             context.device = torch.device("cuda")
-            prepare(context, model, optimizers)
-            prepare(context, model, optimizers)  # of a second engine
+            numerics_of(context.config).prepare(context, model, optimizers)
+            numerics_of(context.config).prepare(context, model, optimizers)  # of a second engine
             assert now() == (True, False)
             context.device = torch.device("cpu")
         assert now() == before

@@ -12,8 +12,8 @@ from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
+from paramp.base.wrapped_models import is_unit
 from paramp.parallel.fsdp.records import drop_prefetched, groups
-from paramp.parallel.fsdp.unit_checks import is_unit
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 4)
 

@@ -19,7 +19,7 @@ from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
 from paramp.parallel.huggingface.output import without_cache
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.huggingface.pretrained_weights import pretrained_filler
-from paramp.parallel.materialize import materialize
+from paramp.parallel.materialize import InitialValues, materialize
 from paramp.parallel.partition import plan_stages
 from paramp.parallel.tensor.sharding_plan import check_divisible, resolve_plan
 
@@ -311,7 +311,7 @@ def on_meta(name):
 @on_ranks(2)
 def test_a_model_on_meta_is_filled_shard_by_shard_by_its_own_init_weights(world):
     expected = on_meta("llama-tied")
-    materialize(expected, 5, torch.device("cpu"), fill=pretrained_filler(expected))
+    materialize(expected, 5, torch.device("cpu"), values=InitialValues(pretrained_filler(expected)))
     assert expected.model.layers[0].mlp.up_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
     built = build("llama-tied").model.rotary_emb
     assert torch.equal(expected.model.rotary_emb.inv_freq, built.inv_freq)

@@ -160,7 +160,7 @@ def test_what_cannot_be_sharded_or_filled_is_an_error():
     with pytest.raises(paramp.ConfigError, match=r"up' is a peft.*Linear with DoraLinearVariant.*use_dora"):
         styles_of(adapted("own", use_dora=True), {"base_model.model.layers.*.up": "colwise"})
     with pytest.raises(paramp.ConfigError, match=r"layers\.0\.up\.lora_A\.default\.weight' is on the meta device"):
-        adapter_for(adapted("own").to("meta")).filler()
+        adapter_for(adapted("own").to("meta")).initial_values()
 
 
 def test_entries_of_slices_of_the_sequence():

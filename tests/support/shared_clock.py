@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paramp.distributed import heartbeat, launchers
-from paramp.distributed.failures import LOST
+from paramp.distributed.first_failure import LOST
 from paramp.distributed.heartbeat import Heartbeat
 
 STEP = 0.5
@@ -71,8 +71,10 @@ class SharedClock:
                 sleep(seconds, all_have_read)
 
         class OnThisClock(Heartbeat):
+            _clock = staticmethod(read)
+
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs, clock=read)
+                super().__init__(*args, **kwargs)
                 self._stopped = _Impatient()
 
             def _exchange_beats(self) -> None:

@@ -42,7 +42,11 @@ SELECTION = [
     ),
     *("tests/data/test_corpus.py", "tests/data/test_dataloader.py"),
     *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),
-    *("tests/distributed/test_groups.py", "tests/engine/test_engine.py", "tests/observe/test_overflow_trace.py"),
+    *(
+        "tests/distributed/test_process_groups.py",
+        "tests/engine/test_engine.py",
+        "tests/observe/test_overflow_diagnosis.py",
+    ),
     *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_params.py", "tests/scaling/test_grad_norm.py"),
     *("tests/scaling/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),
     *("tests/system/test_matrix.py", "tests/system/test_pool.py", "tests/system/test_schedules.py"),

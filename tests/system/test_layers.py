@@ -9,7 +9,6 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "paramp"
 
 PARTS = {
-    "exact",
     "base",
     "scaling",
     "precision",
@@ -28,19 +27,19 @@ ALLOWED = {
     "scaling": {"base"},
     "precision": {"base", "scaling"},
     "config": {"base", "precision"},
-    "distributed": {"base", "scaling", "config", "exact"},
+    "distributed": {"base", "scaling", "config"},
     "data": {"base", "distributed"},
-    "parallel": {"base", "scaling", "precision", "config", "distributed", "exact"},
-    "pipeline": {"base", "scaling", "precision", "config", "distributed", "parallel", "exact"},
-    "optim": {"base", "scaling", "precision", "config", "distributed", "exact"},
+    "parallel": {"base", "scaling", "precision", "config", "distributed"},
+    "pipeline": {"base", "scaling", "precision", "config", "distributed", "parallel"},
+    "optim": {"base", "scaling", "precision", "config", "distributed"},
     "checkpoint": {"base", "distributed"},
     "models": {"base", "parallel", "distributed"},
     "observe": {"base", "scaling", "config", "distributed", "parallel", "pipeline", "optim"},
-    "exact": PARTS | {"tools"},
     "engine": PARTS - {"engine"},
     "compat": PARTS | {"models"},
     "integrations": PARTS | {"models", "compat"},
     "tools": PARTS | {"models", "compat", "integrations"},
+    "exact": PARTS | {"tools"},
     "": PARTS | {"models", "compat", "integrations", "tools"},
 }
 """The root's own modules are facades."""

@@ -17,7 +17,7 @@ TWICE = {
 }
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
-    *("BatchRunner", "ChunkRun", "FlatGradients", "FlatWeights", "Heartbeat", "ParallelContext", "Stage"),
+    *("ChunkRun", "FlatGradients", "FlatWeights"),
     *("Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
     *("FlatParam", "StepRange", "Origin"),
 }

@@ -29,7 +29,7 @@ from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import MODEL, Header
 from ...checkpoint.open_checkpoint import open_together
 from ...config.schema import flatten
-from ...distributed.liveness import SAVE
+from ...distributed.phases import SAVE
 from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler
@@ -109,7 +109,7 @@ class TrainingState:
 
     def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
-        self._model.check(header)
+        self._model.check_names(header)
         if everything:
             self._optimizer.check(header)
         self._model.load(fill, header)

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from ...base.collectives import gather_objects
-from ...distributed.axes import ranks_along
-from ...distributed.context import ParallelContext
-from ...distributed.mesh_roles import BATCH
+from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...scaling.replicas import Role
 from ..flat_params import NO_GROUP, FlatWeights
 from .exchange import MatrixExchange
@@ -26,7 +24,7 @@ def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], co
     Raises:
         ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
     """
-    roles: list[Role] = [*(BATCH if weights.is_partitioned else ())]
+    roles: list[Role] = [*(BATCH_ROLES if weights.is_partitioned else ())]
     roles += ["shard"] if context.config.parallel.shard > 1 else []
     roles += ["tensor"] if context.tensor_axis.size > 1 else []
     if not roles and context.stage_axis.size == 1:
@@ -35,7 +33,7 @@ def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], co
     tried = [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]
     if not roles or not any(tried):
         return
-    group = context.make_group("matrices", ranks_along(context, context.axes_of(*roles)))
+    group = context.make_group("matrices", context.ranks_along(context.axes_of(*roles)))
     assert group is not None
     for one, is_needed in zip(weights.by_optimizer, tried, strict=True):
         if is_needed:

@@ -28,9 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ...base.collectives import all_gather_single, gather_objects, reduce_scatter_single
-from ...distributed.axes import ranks_along
-from ...distributed.context import ParallelContext
-from ...distributed.mesh_roles import BATCH
+from ...distributed.context import BATCH_ROLES, ParallelContext
 
 FORWARD, BACKWARD, REDUCTION = range(3)
 PLACES = "the forward of", "the backward of", "the reduction of the gradients of"
@@ -55,7 +53,7 @@ class UnitOrder:
     def __init__(self, context: ParallelContext) -> None:
         """A collective of the data ranks."""
         self._context = context
-        self._ranks = _ranks_with(context, BATCH)
+        self._ranks = _ranks_with(context, BATCH_ROLES)
         self._shards = set(_ranks_with(context, ("shard",)))
         self._runs_alone = dist.get_backend() == "fake"  # only this rank runs
         serial = gather_objects(next(_serials), context.batch_axis.group)[0]
@@ -249,7 +247,7 @@ def _explain(what: str) -> str:
 
 def _ranks_with(context: ParallelContext, roles: Sequence[Any]) -> list[int]:
     """The ranks whose place differs from this rank's only on axes of ``roles``."""
-    groups = ranks_along(context, context.axes_of(*roles)).tolist()
+    groups = context.ranks_along(context.axes_of(*roles)).tolist()
     return next(ranks for ranks in groups if context.rank in ranks)
 
 

@@ -81,11 +81,16 @@ ERRORS = {
 class ShardedUnits:
     """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``."""
 
-    def __init__(self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext) -> None:
-        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units."""
+    def __init__(
+        self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext, *, reduces: bool = True
+    ) -> None:
+        """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units.
+
+        ``reduces``: units sum gradients over data ranks; else :meth:`take_gradient` returns those of this rank.
+        """
         self._context = context
         self._pipelined = context.stage_axis.size > 1
-        self._reduces = not context.config.reproducible
+        self._reduces = reduces
         self._roots: list[Any] = []
         self._units: list[Any] = []
         self._records: dict[nn.Parameter, Any] = {}

@@ -5,8 +5,9 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +21,6 @@ from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...base.torch_internals import take
-from ...exact.tree_sum import sum_over, tree_sum
 from .differentiable_collectives import as_shards, local_shard
 
 if TYPE_CHECKING:
@@ -165,14 +165,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
-    own_slices: int | None = None,
+    slices: Slices | None = None,
 ) -> torch.Tensor:
     """:func:`torch.nn.functional.cross_entropy` of logits whose classes are sharded; a plain tensor, on every rank.
 
     Args:
-        input: a DTensor that :func:`has_sharded_classes`, or with ``own_slices`` also a plain tensor.
-        own_slices: the slices of this rank's classes, if the result is to have the same bits however many ranks have
-            the others; None for sums that are as fast as they can be.
+        input: a DTensor that :func:`has_sharded_classes`, or with ``slices`` also a plain tensor.
+        slices: how this rank's classes are cut and added up, if the result is to have the same bits however many ranks
+            have the others; None for sums that are as fast as they can be.
 
     Raises:
         ConfigError: ``target`` holds probabilities.
@@ -188,12 +188,19 @@ def cross_entropy(
     dim, target, weight = _class_dim(input), full_tensor(target).long(), full_tensor(weight)
     _check(input.shape, dim, target, weight, reduction, label_smoothing)
     rows = local_shard(cast("DTensor", input)).movedim(dim, -1)
-    if own_slices is not None:
+    if slices is not None:
         rows = rows.contiguous()
     rows = rows.float() if rows.dtype.itemsize < 4 else rows  # as under autocast
     weights = rows.new_ones(1).expand(input.shape[dim]) if weight is None else weight.to(rows.dtype)
     options = ignore_index, label_smoothing, reduction
-    return cast(torch.Tensor, _Loss.apply(rows, target, weights, *options, group_of_classes(input), own_slices))
+    return cast(torch.Tensor, _Loss.apply(rows, target, weights, *options, group_of_classes(input), slices or Slices()))
+
+
+def _all_reduced(terms: list[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    (term,) = terms
+    if group is not None:
+        all_reduce_(term, group)
+    return term
 
 
 def _check(
@@ -213,6 +220,16 @@ def _check(
         )
     if not 0 <= smoothing <= 1:
         raise ValueError(f"cross_entropy got label_smoothing={smoothing}, expected a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the sums over this rank's classes are computed."""
+
+    count: int = 1
+    """Slices of the classes, each of which has a term in a sum."""
+    add: Callable[[list[torch.Tensor], dist.ProcessGroup | None], torch.Tensor] = _all_reduced
+    """The sum of the terms of all ranks of a group, None if there is one rank, on each of them."""
 
 
 class _Loss(torch.autograd.Function):
@@ -236,7 +253,7 @@ class _Loss(torch.autograd.Function):
         smoothing: float,
         reduction: str,
         group: dist.ProcessGroup | None,
-        own_slices: int | None,
+        slices: Slices,
     ) -> torch.Tensor:
         """The losses of ``logits``, (..., this rank's classes), and their classes ``target``, (...), int64.
 
@@ -257,11 +274,8 @@ class _Loss(torch.autograd.Function):
             scale = scale * (1 - smoothing)
             part = weights[first : first + size] * (smoothing / num_classes)
             factor = (scale + smoothing / num_classes * weights.sum()).masked_fill_(ignored, 0.0)
-        softmax, sums = _exponentials_and_sums(logits, index, largest, scale, part, own_slices or 1)
-        if own_slices is not None:
-            sums = sum_over(sums, group)
-        elif group is not None:
-            all_reduce_(sums, group)
+        softmax, terms = _exponentials_and_sums(logits, index, largest, scale, part, slices.count)
+        sums = slices.add(terms, group)
         losses = (factor * (largest + sums[0].log()) - sums[1]).masked_fill_(ignored, 0.0)
         total = own_weight.sum() if reduction == "mean" else None
         ctx.save_for_backward(softmax.div_(sums[0].unsqueeze(-1)), factor, index, scale, part, total, ignored)
@@ -295,11 +309,11 @@ def _exponentials_and_sums(
     scale: torch.Tensor,
     part: torch.Tensor | None,
     num_slices: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The exponentials of ``logits - largest``, and of each row their sum and what its loss subtracts: (2, ...).
 
     These are this rank's terms of the sums over all classes: ``scale`` x the logit of the class, and the sum of
-    ``part``, a weight for each class, x logits. ``num_slices`` are computed each by itself, and added by a tree.
+    ``part``, a weight for each class, x logits. Each of ``num_slices`` has terms of its own.
     """
     size = logits.shape[-1] // num_slices
     exponentials, sums = [], []
@@ -310,7 +324,7 @@ def _exponentials_and_sums(
         if part is not None:  # no matmul, which autocast computes in half precision
             subtracted += (own * part[number * size :][:size]).sum(-1)
         sums.append(torch.stack([exponentials[-1].sum(-1), subtracted]))
-    return exponentials[0] if num_slices == 1 else torch.cat(exponentials, -1), tree_sum(sums)
+    return exponentials[0] if num_slices == 1 else torch.cat(exponentials, -1), sums
 
 
 def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:

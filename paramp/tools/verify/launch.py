@@ -6,6 +6,7 @@ a :class:`RankRecord` into the folder, one file a rank.
 
 import faulthandler
 import hashlib
+import importlib
 import json
 import math
 import sys
@@ -14,42 +15,35 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...base.errors import ConfigError, require
 from ...base.trees import tensors
-from ...config.reproducible import Reproducible
 from ...distributed.context import ParallelContext
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
-from ...engine.criterion import Criterion
+from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
-from ...exact.verify.compare import compare_exactly
-from ...exact.verify.recorder import ExactRecorder
-from ...exact.verify.report import ExactReport
-from ...exact.verify.trace import TraceWriter, read
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
-from ..train_config import NORMS
-from .activation_recorder import ActivationRecorder, RankRecord, first_gradient, own_modules
-from .compare import compare, layout_name
-from .options import Options, configure
-from .report import Report
+from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
+from .compare import compare
+from .options import EXACT, NORMS, Options, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
 MOMENTUM = 0.9
 LR = 0.1
-LR_ADAMW = 1e-3
-"""With ``exact``."""
-WEIGHT_DECAY = 0.1
+AnyReport = Any
+"""A :class:`.report.Report`; with ``exact`` that of the exact mode's comparison, with the same methods."""
 STANDARD_ERROR = 2
 """The file descriptor, which is valid even if ``sys.stderr`` is replaced."""
 
 
-def verify(options: Options, tolerance: float | None = None) -> Report | ExactReport | int:
+def verify(options: Options, tolerance: float | None = None) -> AnyReport | int:
     """Run the model in one process and then sharded, on this machine, and compare.
 
     Returns the report, or the exit code of a run that failed and printed its error.
@@ -73,7 +67,7 @@ def verify(options: Options, tolerance: float | None = None) -> Report | ExactRe
         return compare_runs(options, folder, tolerance)
 
 
-def compare_runs(options: Options, folder: Path, tolerance: float | None = None) -> Report | ExactReport:
+def compare_runs(options: Options, folder: Path, tolerance: float | None = None) -> AnyReport:
     """Compare what the ranks of both runs have written to ``folder``."""
     config = configure(options, "sharded")
     sizes = {"single": 1, "sharded": config.parallel.least_world_size}
@@ -83,9 +77,7 @@ def compare_runs(options: Options, folder: Path, tolerance: float | None = None)
         records[run] = [RankRecord(**attributes) for attributes in files]
     if not options.exact:
         return compare(records["single"][0], records["sharded"], config, tolerance)
-    traces = {run: [read(folder / f"{run}-{rank}") for rank in range(size)] for run, size in sizes.items()}
-    report = ExactReport(layout_name(config.parallel), config.precision.name, options.steps)
-    compare_exactly(records["single"][0], records["sharded"], traces, report)
+    report: AnyReport = importlib.import_module(EXACT).compare_runs(options, folder, config, records)
     return report
 
 
@@ -93,11 +85,11 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
     """Train on this rank; ``num_microbatches`` is the total over all data ranks of the sharded run."""
     # SGD with momentum: its state after one step is the gradient, and it does not normalise the gradient's size.
     sgd = partial(torch.optim.SGD, lr=options.lr or LR, momentum=MOMENTUM)
-    engine, batches, record = _prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
+    engine, batches, record = prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
     for step, batch in enumerate(batches, start=1):
         record.microbatch_size = batch.size // num_microbatches
-        record.batches.append(_hash(batch))
-        own = _own_rows(batch, context)
+        record.batches.append(digest_of(batch))
+        own = local_rows(batch, context)
         if step == 1:
             with ActivationRecorder(engine, record):
                 _step(engine, own, record)
@@ -110,35 +102,7 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
     return record
 
 
-def train_exactly(options: Options, context: ParallelContext, num_microbatches: int, trace: Path) -> RankRecord:
-    """As :func:`train`, with everything that is computed written to files named after ``trace``.
-
-    A batch is split into the calls of an accumulation window.
-    """
-    config = context.config
-    assert isinstance(config.reproducible, Reproducible)
-    chunk, num_calls = config.reproducible.chunk, config.gradient_accumulation
-    adamw = partial(torch.optim.AdamW, lr=options.lr or LR_ADAMW, weight_decay=WEIGHT_DECAY)
-    least = num_microbatches * num_calls * chunk
-    engine, batches, record = _prepared(options, context, 2 * least, least, adamw)
-    record.microbatch_size = chunk
-    writer = TraceWriter(trace)
-    with ExactRecorder(engine, own_modules(engine, record), writer) as recorder:
-        for step, batch in enumerate(batches, start=1):
-            record.batches.append(_hash(batch))
-            size = batch.size // num_calls
-            for call in range(num_calls):
-                own = _own_rows(batch.rows(slice(call * size, (call + 1) * size)), context)
-                recorder.begin(step, call, own.size // chunk)
-                recorder.loss(engine.forward_backward(own))
-                result = engine.step()
-            recorder.end_step(result)
-            engine.zero_grad()
-    writer.close()
-    return record
-
-
-def _prepared(
+def prepared(
     options: Options,
     context: ParallelContext,
     size: int,
@@ -162,7 +126,7 @@ def _prepared(
     return engine, _checked(batches, criterion, multiple), record
 
 
-def _own_rows(batch: Batch, context: ParallelContext) -> Batch:
+def local_rows(batch: Batch, context: ParallelContext) -> Batch:
     """The part of a global batch that this data rank runs."""
     axis, samples = context.batch_axis, batch.size // context.batch_axis.size
     return batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
@@ -195,7 +159,8 @@ def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], conte
         setattr(record, name, tensors)
 
 
-def _hash(batch: Batch) -> str:
+def digest_of(batch: Batch) -> str:
+    """A hash of the tensors in ``batch``."""
     digest = hashlib.sha256()
     for path, leaf in batch.unwrapped().leaves():
         digest.update(path.encode())
@@ -220,7 +185,8 @@ def main(folder: Path, run: str) -> int:
                 f"{run}-{context.rank}",
             )
             if options.exact:
-                record = train_exactly(options, context, num_microbatches, folder / name)
+                run_exactly = importlib.import_module(EXACT).train_exactly
+                record = run_exactly(options, context, num_microbatches, folder / name)
             else:
                 record = train(options, context, num_microbatches)
             torch.save(vars(record), folder / f"{name}.pt")

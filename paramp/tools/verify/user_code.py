@@ -24,7 +24,7 @@ from ...parallel.huggingface.output import main_output
 from .options import Options, check_target
 
 if TYPE_CHECKING:
-    from ...engine.criterion import Criterion
+    from ...engine.compute_context import Criterion
 
 expect("torch.nn.modules.dropout._DropoutNd")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shared_clock import SharedClock
 
 import paramp
-from paramp.distributed import failures
+from paramp.distributed import first_failure
 from paramp.distributed.rendezvous import free_port
 
 SIZE = 3
@@ -108,7 +108,7 @@ def later_batch(context):
 
 def departure(context):
     """Rank 1 leaves a step too early. Each other writes its error, of which the program reports the first alone."""
-    failures.SECONDS_TO_READ = LONG  # on a busy machine rank 2 reads it later than a program would wait
+    first_failure.SECONDS_TO_READ = LONG  # on a busy machine rank 2 reads it later than a program would wait
     engine, _ = engine_and_layer()
     try:
         for _ in range(2 if context.rank == 1 else 3):

@@ -1,0 +1,42 @@
+"""The axes of the mesh along which a tensor is replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..base.collectives import broadcast_
+from ..base.dtensor import is_dtensor, local
+from ..scaling.replicas import axes_of_own_parameters
+from .context import ParallelContext
+
+
+def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
+    """The axes of the context's mesh along which all ranks hold the same shard of ``tensor``, or all of it.
+
+    Never those along which each rank has its own parameters.
+    """
+    own = axes_of_own_parameters(tensor, context)
+    axes = [(axis, name) for axis, name in enumerate(context.roles) if name not in own]
+    if not is_dtensor(tensor):
+        return [name for _, name in axes]
+    ranks = tensor.device_mesh.mesh
+    shards = torch.arange(ranks.numel()).view_as(ranks)
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            shards = shards.narrow(dim, 0, 1).expand_as(ranks)
+    ranks, shards = ranks.flatten(), shards.flatten()
+    # A rank of the tensor's mesh is in this rank's group along an axis if they differ in no other coordinate.
+    mesh = context.mesh.mesh
+    places = torch.stack(torch.unravel_index(mesh.flatten().argsort()[ranks], mesh.shape))
+    differs = places != torch.tensor(context.mesh.get_coordinate()).view(-1, 1)
+    in_group = differs.sum(dim=0) == differs
+    return [name for axis, name in axes if shards[in_group[axis]].unique().numel() < 2]
+
+
+def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:
+    """Broadcast each of ``tensors``, in place, from the first rank that holds a replica of it to the others."""
+    for tensor in tensors:
+        for axis in replicated_axes(tensor, context):
+            broadcast_(local(tensor), context.group_along(axis))

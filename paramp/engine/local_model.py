@@ -1,0 +1,127 @@
+"""This rank's part of the model: its stages, on its device, sharded and filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor, resolved
+from ..base.module_surgery import named_tensors
+from ..distributed.context import ParallelContext
+from ..distributed.numerics import Numerics
+from ..distributed.replicated_axes import broadcast_replicas
+from ..parallel.fsdp.units import ShardedUnits
+from ..parallel.materialize import materialize, outline
+from ..pipeline.joined_stages import Joined
+from ..pipeline.stage import Stage, Stages
+from ..pipeline.tied_stages import tie_stages
+from ..precision.float8 import convert
+from ..scaling.replicas import TiedParameter
+from .model_plan import ModelPlan
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The modules of this rank's stages, whose weights are in full precision."""
+
+    stages: Stages
+    shapes: Mapping[str, torch.Size]
+    """The shapes of the parameters in the whole model; a tensor-parallel style may store other shapes."""
+    units: ShardedUnits | None
+    """Those into which FSDP2 has sharded the stages; None if it has not."""
+    ties: Sequence[TiedParameter]
+    """The parameters that other pipeline ranks hold too."""
+    overflow: torch.Tensor
+    """0-dim: layers in float8 set it to 1 when they receive a non-finite gradient."""
+
+
+def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) -> LocalModel:
+    """This rank's part of the model: moved to the device, sharded over tensor and data ranks, filled if on ``meta``.
+
+    All replicas get the values of the first rank that has one, whatever the other ranks were built with.
+    """
+    config = context.config
+    joined = Joined(plan.stages[index] for index in context.local_stages)
+    numerics.watch(plan.stages, joined.parts, plan.styles)
+    plan.checkpointed.apply(joined.parts)
+    shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
+    _move(joined.module, context.device)
+    broadcast_replicas([tensor for _, tensor in named_tensors(joined.module) if not tensor.is_meta], context)
+    whole = outline(joined.module)  # with the layers' own classes, which define how they are filled
+    module, overflow = joined.module, torch.zeros((), device=context.device)
+    if plan.float8 is not None:
+        module = convert(
+            module,
+            config.precision,
+            context.device,
+            choice=plan.float8,
+            tensor_size=context.tensor_axis.size,
+            overflow=overflow,
+            group=context.batch_axis.group,
+            verbose=context.is_main,
+        )
+    if plan.styles and context.tensor_axis.size > 1:
+        from ..parallel.tensor.sharding_plan import apply_plan
+
+        apply_plan(module, plan.styles, context.mesh[context.axes_of("tensor")])
+    else:
+        numerics.apply_styles(module, plan.styles)
+    joined.take_over(module)
+    units = None
+    if config.parallel.shard > 1:
+        units = ShardedUnits(joined.parts, plan.blocks, context, reduces=numerics.units_reduce)
+    on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
+    # Masters start from the full-precision values.
+    precision = None if config.precision.masters else config.precision
+    materialize(module, config.seed, context.device, whole=whole, values=plan.initial_values, precision=precision)
+    filled = dict(named_tensors(module))
+    broadcast_replicas([filled[name] for name in on_meta], context)
+    ties = tie_stages(plan.ties, module, context)
+    _redirect_saving(module, context)
+    stages = Stages(joined, _stages(joined.parts, numerics, context), units)
+    return LocalModel(stages, shapes, units, ties, overflow)
+
+
+def _stages(parts: Sequence[nn.Module], numerics: Numerics, context: ParallelContext) -> list[Stage]:
+    """``parts`` as stages that compute in the mode's precision, each with a random stream."""
+    last = context.config.parallel.pipeline.num_stages - 1
+    stages = []
+    for index, part in zip(context.local_stages, parts, strict=True):
+        random = context.activation_stream(index, engine=context.num_engines)
+        ends = {"is_first": index == 0, "is_last": index == last}
+        stages.append(Stage(part, context.config.precision, context.device, **ends, random=random))
+        stages[-1].keeps_dtypes = numerics.keeps_dtypes
+    return stages
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move the tensors of ``module`` to ``device``, each once, with memory that is contiguous or its own."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in moved:  # False for another name of the same tensor
+            there = tensor if tensor.is_meta else tensor.to(device)
+            # A DTensor keeps the strides of the whole parameter, which differ from those of its local part.
+            moved[tensor] = there.contiguous() if isinstance(tensor, nn.Parameter) else resolved(there)
+        return moved[tensor]
+
+    module._apply(move)
+
+
+def _redirect_saving(module: nn.Module, context: ParallelContext) -> None:
+    """Make ``module.save_pretrained`` an error where this rank has a part of the model only."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "engine.module.save_pretrained: this rank has a part of the model only; call "
+            "engine.save_pretrained(folder) on every rank"
+        )
+
+    if hasattr(module, "save_pretrained") and (
+        context.stage_axis.size > 1 or any(map(is_dtensor, module.parameters()))
+    ):
+        module.__dict__["save_pretrained"] = refuse

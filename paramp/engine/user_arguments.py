@@ -1,0 +1,136 @@
+"""What a user passes to :func:`paramp.initialize`, checked before any of it changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError, one_line
+from ..base.wrapped_models import check_plain, without_compilation
+from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
+from ..parallel.compiled_blocks import check_compiler
+from ..precision.capabilities import find_library
+from ..precision.float8_layers import check_checkpointing
+from ..precision.policy import Precision
+from .compute_context import ComputeContext
+
+EMULATED = (
+    "compile: {!r} computes fp16 products in fp32 on this CPU, operator by operator, which compiled code "
+    "does not speed up; the blocks run eagerly"
+)
+Parameters: TypeAlias = Iterable[nn.Parameter]
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def usable_context(context: ParallelContext | None) -> ParallelContext:
+    """The current context, which ``context`` has to be unless it is None.
+
+    Raises:
+        ConfigError: it is another one; the mesh has axes that the engine does not train over, or ranks in an order in
+            which process groups do not number them; or a package that the mode needs is not installed.
+    """
+    current = get_context()
+    if context not in (None, current):
+        raise ConfigError(f"context: got {context!r}, expected the latest one that is open, {current!r}")
+    mesh = current.mesh
+    for index, (name, role) in enumerate(current.roles.items()):
+        if mesh.size(index) > 1 and role in ("context", "expert"):
+            raise ConfigError(
+                f"mesh: got the axis {name!r} of {mesh.size(index)} ranks, over which the engine does not train, "
+                "expected pp, dp, dp_shard and tp only; in your own loop, paramp.DistributedGradScaler and "
+                "paramp.clip_grad_norm_ work on it"
+            )
+        if (mesh.mesh.diff(dim=index) < 0).any():
+            raise ConfigError(
+                f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
+                "expected ascending ones; make the mesh with init_device_mesh"
+            )
+    if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
+        raise ConfigError(
+            f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
+            "one that shards them, as fully_shard needs it"
+        )
+    if current.config.precision.float8 is not None:
+        library = find_library(current.config.precision.float8, current.device, current.tensor_axis.size)
+        check_checkpointing(library.name, current.config.activation_checkpointing)
+    return current
+
+
+def plain_model(
+    model: nn.Module | Callable[[], nn.Module], optimizer: Any, context: ParallelContext
+) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The model, built and without ``torch.compile``, and the options to compile its blocks with; None: they run
+    eagerly.
+
+    The configuration's options replace the model's own.
+
+    Raises:
+        ConfigError: an optimizer came with a callable; DDP, FSDP or DTensors distribute the model already; it is
+            compiled and the schedule splits backwards; or a rank has no compiler.
+    """
+    if not isinstance(model, nn.Module):
+        if not callable(optimizer):
+            raise ConfigError(
+                "optimizer: got an optimizer for a model that is yet to be built, expected a callable; "
+                "pass one, such as lambda parameters: torch.optim.AdamW(parameters)"
+            )
+        model = model()
+    model, options = without_compilation(model)
+    check_plain(model)
+    config = context.config
+    if options is not None and config.compile_options is None:
+        replace(config, compile=True)  # raises if the layout does not go with it
+    options = config.compile_options if config.compile_options is not None else options
+    check_compiler(options, context)
+    if options is not None and ComputeContext.in_layout(context).emulate:
+        if context.is_main:
+            warnings.warn(EMULATED.format(config.precision.name), stacklevel=3)
+        return model, None
+    return model, options
+
+
+def apply_algorithms(algorithms: Sequence[Any], model: nn.Module, precision: Precision) -> None:
+    """Apply each of ``algorithms`` to the modules of ``model``, in place."""
+    valid = isinstance(algorithms, Iterable) and not isinstance(algorithms, str)
+    if not valid or any(isinstance(one, type) or not callable(getattr(one, "apply", None)) for one in algorithms):
+        raise ConfigError(
+            f"algorithms: got {algorithms!r}, expected a list of objects with apply(model, precision), such as "
+            "[paramp.algorithms.LowPrecisionLayerNorm()]"
+        )
+    for algorithm in algorithms:
+        algorithm.apply(model, precision)
+
+
+def build_optimizers(
+    optimizer: Optimizers | Callable[[Parameters], Optimizers], model: nn.Module
+) -> tuple[Optimizers, Sequence[torch.optim.Optimizer]]:
+    """``optimizer``, or what it returns for the parameters of ``model`` if it is a callable; and as a sequence.
+
+    A sequence is returned as a tuple.
+    """
+    built = optimizer(model.parameters()) if callable(optimizer) else optimizer
+    if isinstance(built, torch.optim.Optimizer):
+        return built, [built]
+    if not isinstance(built, Sequence) or not all(isinstance(one, torch.optim.Optimizer) for one in built):
+        raise ConfigError(
+            f"optimizer: got {built!r}, expected an optimizer, a sequence of them, or a callable that creates either"
+        )
+    if not built:
+        raise ConfigError("optimizer: got an empty sequence, expected at least one optimizer")
+    for index, one in enumerate(built):
+        if any(one is other for other in built[:index]):
+            raise ConfigError(f"optimizer: got one {type(one).__name__} twice in the sequence; pass each once")
+    return tuple(built), tuple(built)
+
+
+def prepare_criterion(criterion: Any, device: torch.device) -> None:
+    """Check that ``criterion`` is None or callable; move a module to ``device``."""
+    if criterion is not None and not callable(criterion):
+        raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
+    if isinstance(criterion, nn.Module):
+        criterion.to(device)

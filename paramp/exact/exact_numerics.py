@@ -1,0 +1,234 @@
+"""The exact mode as the rest of the package sees it: :class:`~paramp.distributed.numerics.Numerics`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import PassThrough
+from ..config.reproducible import Reproducible, check_data_ranks
+from ..config.schema import Config
+from ..distributed.context import ParallelContext
+from ..distributed.numerics import Numerics
+from ..engine.losses import WindowLosses
+from ..engine.shared_failure import SharedFailure
+from ..engine.state.model_tensors import ParamChunks
+from ..observe.overflow_record import WindowRecord
+from ..optim.choose_step import why_not_fused
+from ..optim.flat_gradients import FlatGradients
+from ..parallel.adapters import ModelAdapter
+from ..parallel.batches import Batch
+from ..pipeline.stage import Stages
+from .buffers import check_buffers
+from .checks import check_modules, check_ties
+from .chunk_gradients import ChunkGradients, Tap
+from .chunks import ChunkRun
+from .cublas import choose_workspace
+from .functions import ExactFunctions
+from .place import Place
+from .sharded_chunks import ShardedChunkGradients
+from .squares import squares_over_world
+from .totals import ChunkTotals
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+WHOLE_BATCH = (
+    "engine(x) and engine.backward(loss) cannot train with reproducible, which runs each batch in chunks; call "
+    "engine.forward_backward(x, y), or engine.eval() first to look at outputs"
+)
+
+
+class ExactNumerics(Numerics):
+    """The numerics of one engine whose results have the same bits on every layout."""
+
+    consecutive_samples = True
+    keeps_dtypes = True
+    units_reduce = False
+    counts_first_rank = True
+    computes_cross_entropy = True
+    depends_on_accumulation = True
+
+    functions: ExactFunctions
+    place: Place
+    run: ChunkRun
+
+    def __init__(self, config: Config) -> None:
+        assert isinstance(config.reproducible, Reproducible)
+        self._config, self._how = config, config.reproducible
+
+    def batch_divisor(self, config: Config) -> tuple[str, int]:
+        """The samples of a chunk."""
+        return "reproducible.chunk", self._how.chunk
+
+    def prepare_process(self) -> None:
+        """Let cuBLAS add in one order."""
+        choose_workspace()
+
+    def prepare(self, context: ParallelContext, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Set torch to one thread, and on GPUs to its deterministic algorithms until the context is closed.
+
+        Raises:
+            ConfigError: the number of data ranks is no power of two, the results of a module or an optimizer depend on
+                the layout, or cuBLAS may have read another workspace (:mod:`paramp.exact.cublas`).
+        """
+        check_data_ranks(context.batch_axis.size)
+        check_modules(model)
+        check_ties(model)
+        for reason in filter(None, map(why_not_fused, optimizers)):
+            raise ConfigError(
+                "optimizer: expected torch's AdamW, Adam or SGD in fused kernels, which step each element alone, "
+                f"because reproducible is set, but {reason}"
+            )
+        torch.set_num_threads(1)  # kernels split their work, and some sums, by the number of threads
+        if context.device.type == "cuda":
+            choose_workspace()  # launched contexts have; those over a mesh of others' have not
+            _use_deterministic_algorithms(context)
+        tensor, config = context.tensor_axis, self._config
+        group = tensor.group if tensor.size > 1 else None
+        sequence_parallel = config.parallel.sequence_parallel
+        self.place = Place(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
+
+    def plan(
+        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, default: Callable[[], dict[str, Any]]
+    ) -> dict[str, ParallelStyle]:
+        """The style of each module in slices, on one tensor rank too."""
+        from .plan import sliced_plan
+
+        place = self.place
+        own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
+        with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
+        return sliced_plan(adapter.model, own, with_sequence, place)
+
+    def watch(
+        self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, ParallelStyle]
+    ) -> None:
+        """Watch what the stages call of torch."""
+        from ..parallel.tensor.styles import ScatterSequence
+        from .loss import cross_entropy  # imports DTensor
+
+        names: dict[nn.Module, str] = {}
+        stages_of: defaultdict[str, set[int]] = defaultdict(set)
+        for index, stage in enumerate(all_stages):
+            for name, module in stage.named_modules():
+                if not isinstance(module, PassThrough):
+                    stages_of[names.setdefault(module, name)].add(index)
+                    stages_of[name].add(index)
+        self.functions = ExactFunctions(
+            self.place,
+            names,
+            {F.cross_entropy: partial(cross_entropy, self.place)},
+            divided={name for name, found in stages_of.items() if len(found) > 1},
+            unsliced=[name for name, style in styles.items() if isinstance(style, ScatterSequence)],
+        )
+        for stage in local:
+            self.functions.watch(stage)
+
+    def apply_styles(self, module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+        """Cut layers on one tensor rank too."""
+        from .plan import apply_sliced_plan
+
+        apply_sliced_plan(module, styles)
+
+    def gradients(self, default: type[FlatGradients]) -> type[FlatGradients]:
+        """Gradients that are added up in a tree over chunks."""
+        return ChunkGradients if default is FlatGradients else ShardedChunkGradients
+
+    def connect(
+        self,
+        stages: Stages,
+        params: ParamChunks,
+        losses: WindowLosses,
+        batches: WindowRecord,
+        failure: SharedFailure,
+        step_counts: Callable[[], list[int]],
+    ) -> None:
+        """Watch buffers, tied parameters and losses."""
+        gradients, context = params.weights.gradients, params.context
+        assert isinstance(gradients, ChunkGradients)
+        own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
+        _attach(stages.module, gradients.assign_stages(own, params.first_names))
+        losses.totals = ChunkTotals(self.place, context)
+        check_buffers(own)
+        self.run = ChunkRun(self.functions, gradients, losses, batches, failure, step_counts, context)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Functions of torch have the same bits on every layout."""
+        self.functions.begin_chunk()
+        return self.functions
+
+    def check_own_forward(self) -> None:
+        """Raise a RuntimeError."""
+        raise RuntimeError(WHOLE_BATCH)
+
+    def num_microbatches(self, num_samples: int, default: int) -> int:
+        """The chunks of a batch."""
+        return self.run.count(num_samples)
+
+    def begin_batch(self, microbatches: list[Batch]) -> list[Batch]:
+        """``microbatches``; none if data ranks have different numbers of them, which is recorded as a failure."""
+        return self.run.begin(microbatches)
+
+    def begin_rerun(self, call: int) -> None:
+        """Draw the masks of that call."""
+        self.place.call = call
+
+    def begin_forward(self, microbatch: int) -> None:
+        """A chunk begins."""
+        self.run.move_to(microbatch)
+        self.functions.begin_chunk()
+
+    def begin_backward(self, microbatch: int) -> None:
+        """The chunk's forwards may be computed again."""
+        self.run.move_to(microbatch)
+
+    def end_backward(self, stage: int, microbatch: int) -> None:
+        """Add the gradients to the tree."""
+        self.run.add_gradients(stage, microbatch)
+
+    @staticmethod
+    def norm_power(
+        gradients: Sequence[torch.Tensor],
+        norm_weights: Sequence[float],
+        norm_type: float,
+        device: torch.device,
+        sums: Any = None,
+    ) -> torch.Tensor:
+        """The exact sum of squares of all ranks on the first one; two collectives of the world."""
+        return squares_over_world(gradients, norm_weights, device)
+
+
+def _use_deterministic_algorithms(context: ParallelContext) -> None:
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    context.before_close.append(partial(torch.use_deterministic_algorithms, was, warn_only=warned))
+
+
+def _plan_of(adapter: ModelAdapter, place: Place, sequence_parallel: bool) -> Mapping[str, str | ParallelStyle]:
+    """The model's own plan; none if it has none and the layout needs none."""
+    try:
+        return adapter.plan(place.tensor_size, sequence_parallel)
+    except ConfigError:
+        if place.tensor_size > 1 and sequence_parallel == place.sequence_parallel:
+            raise
+        return {}
+
+
+def _attach(module: nn.Module, taps: Mapping[str, Tap]) -> None:
+    """Let the submodules of ``module`` use tied parameters through ``taps``, by the parameters' names."""
+    by_module: defaultdict[str, dict[str, Tap]] = defaultdict(dict)
+    for name, tap in taps.items():
+        owner, _, own = name.rpartition(".")
+        by_module[owner][own] = tap
+    for owner, own_taps in by_module.items():
+        from .styles import use_through
+
+        use_through(module.get_submodule(owner), own_taps)
