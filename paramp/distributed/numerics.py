@@ -71,8 +71,8 @@ class Numerics:
     def apply_styles(self, module: nn.Module, styles: Mapping[str, Any]) -> None:
         """Apply ``styles`` to the modules of this rank, which is the only one of its tensor axis."""
 
-    def gradients(self, default: type[Any]) -> type[Any]:
-        """The class of the gradients; ``default`` is that for the parameters of this rank."""
+    def gradient_reduction(self, default: type[Any]) -> type[Any]:
+        """The class of what sums gradients over data ranks; ``default`` is that for the layout."""
         return default
 
     def connect(

@@ -12,7 +12,7 @@ from ..base.errors import ConfigError
 from ..base.spans import Observer, begin_call, span
 from ..base.trees import map_tensors
 from ..observe.same_data import SameBatches
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
 from .compute_context import CheckedCriterion
@@ -183,7 +183,7 @@ class BatchRunner:
                 self._losses.unit.choose(None, self._losses.size)  # other data ranks wait for it
             if not begun:
                 begun = True
-                self._gradients.begin_last_backward()
+                self._gradients.reduction.begin_last_backward()
 
         try:
             yield before_last_backward
@@ -192,7 +192,7 @@ class BatchRunner:
                 raise
             self._failure.record(error)
             before_last_backward()
-        self._gradients.end_last_backward()
+        self._gradients.reduction.end_last_backward()
 
     def _run_plain(
         self, microbatches: list[Batch], loss: LossFunction, before_last_backward: Callable[[], None] | None

@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics, numerics_of
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
+from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from .compute_context import Criterion
@@ -112,7 +113,8 @@ def _make_weights(
     """Move this rank's parameters into flat buffers, create masters, and give optimizers what they step."""
     module = model.stages.module
     group_of = groups_by_name(optimizers, plan.names_of)
-    weights = FlatWeights(module, numerics, context, optimizers, group_of, model.ties, model.units)
+    reduction = gradient_reduction(model.ties, model.units, numerics, context)
+    weights = FlatWeights(module, optimizers, group_of, reduction, numerics, context)
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, plan.names_of, one)

@@ -17,9 +17,9 @@ TWICE = {
 }
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
-    *("ChunkRun", "FlatGradients", "FlatWeights"),
+    "ChunkRun",
     *("Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
-    *("FlatParam", "StepRange", "Origin"),
+    "Origin",
 }
 """Constructors with more than six arguments that are still to be split."""
 PUBLIC = {"DistributedGradScaler"}
