@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .integrations.fabric import FabricPrecision
     from .observe.grad_histogram import gradient_histogram
     from .observe.metrics import Metrics
-    from .observe.overflow_trace import record_batch, trace_overflow
+    from .observe.overflow_diagnosis import trace_overflow
+    from .observe.overflow_record import record_batch
     from .observe.replica_check import check_replicas
     from .parallel.batches import whole
     from .parallel.materialize import init_module
@@ -97,7 +98,8 @@ _HOMES = {
     "integrations.fabric": "FabricPrecision",
     "observe.grad_histogram": "gradient_histogram",
     "observe.metrics": "Metrics",
-    "observe.overflow_trace": "record_batch trace_overflow",
+    "observe.overflow_diagnosis": "trace_overflow",
+    "observe.overflow_record": "record_batch",
     "observe.replica_check": "check_replicas",
     "scaling.grad_norm": "clip_grad_norm_",
     "scaling.loss_scaler": "DistributedGradScaler",

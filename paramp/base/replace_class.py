@@ -22,9 +22,9 @@ def replace_class(
     """Change the class of each module in ``model`` with the forward of ``old`` to ``new``, a subclass, in place.
 
     Each module stays the same object. So its parameters, buffers, hooks, attributes, mode, names and the optimizer's
-    state are kept, and DTensor parameters and hooks of a tensor-parallel plan work. A module of a subclass of ``old``
-    gets a new class that derives from ``new`` and that subclass. A module whose subclass or instance overrides
-    ``forward`` is not changed, nor is one for which ``filter_fn(module, first name)`` is False.
+    state are kept, and DTensor parameters and hooks of a tensor-parallel plan work; in a wrapper names would change. A
+    module of a subclass of ``old`` gets a new class, derived from ``new`` and that subclass. A module whose subclass
+    or instance overrides ``forward`` is not changed, nor is one for which ``filter_fn(module, first name)`` is False.
 
     Returns:
         The first name of each module changed.

@@ -206,11 +206,22 @@ INVENTORY = (
     Private("accelerate.Accelerator", "_models _optimizers _prepare_tp", "what was prepared before adopt"),
     Private("accelerate.Accelerator", "_original_forward", "a model that was prepared before adopt", optional=True),
     Private("accelerate.optimizer.AcceleratedOptimizer", "_is_overflow", "reporting skipped steps"),
-    Private("accelerate.parallelism_config.ParallelismConfig", "_validate_accelerator", "tensor parallelism on CPUs"),
+    Private(
+        "accelerate.parallelism_config.ParallelismConfig",
+        "_validate_accelerator",
+        "patched: tp on CPUs",
+    ),
     Private("accelerate.state.PartialState", "_shared_state", "FSDP2 on CPUs"),
     Private("datasets.Dataset", "_indices", "rows in the order of their memory"),
     Private("lightning.pytorch.plugins.precision.precision.Precision", "_after_closure", "a step of the Trainer"),
+    Private("lightning.fabric.plugins.environments.mpi.MPIEnvironment", "detect", "patched: machines without MPI"),
     Private("torchtitan.trainer.Trainer.Config", "_owner", "the trainer of a configuration"),
+    Private("torchtitan.distributed.utils", "clip_grad_norm_", "patched in a step: unscaling and clipping"),
+    Private("torchtitan.components.optimizer.OptimizersContainer", "step", "patched in a step: skipping it"),
+    Private(
+        "torchtitan.components.optimizer.lr_scheduler.LRSchedulersContainer", "step", "patched in a step: skipping it"
+    ),
+    Private("torchtitan.components.metrics.MetricsProcessor", "log", "patched in a step: the scale in the metrics"),
     Private("transformers.PreTrainedModel", "_init_weights _pp_plan", "a model on meta, and its pipeline plan"),
     Private("transformers.PreTrainedModel", "_weight_conversions", "saving as it was loaded", optional=True),
     Private("transformers.PreTrainedConfig", "_name_or_path", "the folder that a model came from"),

@@ -2,14 +2,14 @@
 
 :mod:`paramp.precision.policy` and :mod:`paramp.config.files` know none of these names: they import this module
 when they meet a value that is not theirs. Options of Colossal-AI's ``fp16`` dict and of Apex's levels become changes to
-a row of the table of modes (:class:`ParsedOptions`).
+a row of the table of modes.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,17 +27,6 @@ class AMP_TYPE(enum.Enum):
     APEX = "apex"
     TORCH = "torch"
     NAIVE = "naive"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParsedOptions:
-    """A row of the table of modes, and the changes to it."""
-
-    row: str
-    precision: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of :class:`~paramp.precision.policy.Precision`."""
-    scaling: Mapping[str, Any] | None = field(default_factory=dict)
-    """Fields of its :class:`~paramp.precision.policy.LossScaling`; None: losses are not scaled."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +50,9 @@ OPT_LEVELS = {
 }
 """Apex's table (its ``amp/frontend.py`` and documentation)."""
 
-_ROWS = {"O0": "32-true", "O1": "16-mixed", "O2": "O2", "O3": "O3"}
 
-
-def apex_properties(
-    opt_level: str = "O1",
-    *,
-    cast_model_type: torch.dtype | str | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-) -> Properties:
-    """The properties of ``opt_level``, overridden by the given ones.
+def apex_properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
+    """The properties of ``opt_level``, overridden by those of :data:`_PARSERS` in ``overrides`` that are not None.
 
     Strings are accepted where Apex accepts them: ``"128.0"`` and ``"dynamic"``, ``"True"`` and ``"False"``.
 
@@ -84,31 +63,32 @@ def apex_properties(
         raise ConfigError(
             f"opt_level: got {shown(opt_level)}, expected one of {', '.join(OPT_LEVELS)} (the letter O, not a zero)"
         )
-    options: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
-        "cast_model_type": (None if cast_model_type is False else cast_model_type, as_dtype),
-        "patch_torch_functions": (patch_torch_functions, _as_bool),
-        "keep_batchnorm_fp32": (keep_batchnorm_fp32, _as_bool),
-        "master_weights": (master_weights, _as_bool),
-        "loss_scale": (loss_scale, _as_scale),
-    }
-    given = {name: parse(name, value) for name, (value, parse) in options.items() if value is not None}
-    _refuse_contradictions(opt_level, given)
-    return replace(OPT_LEVELS[opt_level], **given)
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    if changes.get("cast_model_type") is False:
+        del changes["cast_model_type"]
+    parsed = {name: parse(name, changes[name]) for name, parse in _PARSERS.items() if name in changes}
+    _refuse_contradictions(opt_level, parsed)
+    return replace(OPT_LEVELS[opt_level], **parsed)
 
 
-def _refuse_contradictions(opt_level: str, given: Mapping[str, Any]) -> None:
-    def refuse(name: str, reason: str) -> None:
-        raise ConfigError(f"{name}: got {shown(given[name])} with opt_level {opt_level!r}; {reason}")
-
-    if opt_level == "O1":
-        if given.get("cast_model_type", torch.float32) is not torch.float32:
-            refuse("cast_model_type", "O1 casts the inputs of functions and keeps the weights in fp32; use O2 or O3")
-        if "keep_batchnorm_fp32" in given:
-            refuse("keep_batchnorm_fp32", "under O1 batch norms always run in fp32; leave it out")
-        if "master_weights" in given:
-            refuse("master_weights", "under O1 the weights themselves are in fp32; leave it out")
-    elif given.get("patch_torch_functions"):
-        refuse("patch_torch_functions", "only O1 has it, with weights in fp32; use O1")
+def _refuse_contradictions(opt_level: str, parsed: Mapping[str, Any]) -> None:
+    is_o1 = opt_level == "O1"
+    for name, refused, reason in (
+        (
+            "cast_model_type",
+            is_o1 and parsed.get("cast_model_type") is not torch.float32,
+            "O1 casts the inputs of functions and keeps the weights in fp32; use O2 or O3",
+        ),
+        ("keep_batchnorm_fp32", is_o1, "under O1 batch norms always run in fp32; leave it out"),
+        ("master_weights", is_o1, "under O1 the weights themselves are in fp32; leave it out"),
+        (
+            "patch_torch_functions",
+            not is_o1 and parsed.get("patch_torch_functions"),
+            "only O1 has it, with weights in fp32; use O1",
+        ),
+    ):
+        if refused and name in parsed:
+            raise ConfigError(f"{name}: got {shown(parsed[name])} with opt_level {opt_level!r}; {reason}")
 
 
 def apex_options(
@@ -121,18 +101,19 @@ def apex_options(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
     **overrides: Any,
-) -> ParsedOptions:
-    """Parse Apex's arguments; ``overrides`` are those of :func:`apex_properties`, which raises ConfigError.
+) -> Precision:
+    """The mode of Apex's arguments; ``overrides`` are those of :func:`apex_properties`, which raises ConfigError.
 
     ``num_losses`` and ``verbosity`` are only checked: an engine has one loss.
     """
-    properties = apex_properties(opt_level, **overrides)
+    properties = apex_properties(opt_level, overrides)
     if not _as_bool("enabled", enabled):
-        return ParsedOptions(row="32-true", scaling=None)
+        return PRESETS["32-true"]
     for name, value, least in (("num_losses", num_losses, 1), ("verbosity", verbosity, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name}: got {shown(value)}, expected an integer of {least} or more")
     weights = properties.cast_model_type or torch.float32
+    row = PRESETS[ALIASES.get(opt_level, opt_level)]
     changes: dict[str, Any] = {
         "weights": weights,
         "compute": torch.float16 if properties.patch_torch_functions else weights,
@@ -140,23 +121,25 @@ def apex_options(
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
         "masters": bool(properties.master_weights) and weights.itemsize < 4,
         "norms": torch.float32 if properties.patch_torch_functions else weights,
+        "scaling": _apex_scaling(properties, row.scaling or LossScaling(), min_loss_scale, max_loss_scale),
     }
     if cast_model_outputs is not None:
         changes["outputs"] = as_dtype("cast_model_outputs", cast_model_outputs)
-    scaling = _apex_scaling(properties, min_loss_scale, max_loss_scale)
-    return ParsedOptions(row=_ROWS[opt_level], precision=changes, scaling=scaling)
+    return replace(row, **changes)
 
 
-def _apex_scaling(properties: Properties, smallest: float | None, largest: float | None) -> dict[str, Any] | None:
-    """The fields of the loss scaling; a dynamic scale is limited to ``smallest`` to ``largest``."""
+def _apex_scaling(
+    properties: Properties, row: LossScaling, smallest: float | None, largest: float | None
+) -> LossScaling | None:
+    """The loss scaling, of which a dynamic scale is limited to ``smallest`` to ``largest``."""
     scale = properties.loss_scale
     if isinstance(scale, str):
         first = 2.0**16 if largest is None else min(2.0**16, convert(largest, float, "max_loss_scale"))
         least = convert(smallest, float | None, "min_loss_scale")
-        return {"init_scale": first, "min_scale": least, "max_scale": largest}
+        return replace(row, init_scale=first, min_scale=least, max_scale=largest)
     if scale == 1.0 and properties.cast_model_type in (None, torch.float32):
         return None
-    return {"init_scale": scale, "min_scale": scale, "max_scale": scale}
+    return replace(row, init_scale=scale, min_scale=scale, max_scale=scale)
 
 
 def _as_bool(name: str, value: object) -> bool:
@@ -177,51 +160,39 @@ def _as_scale(name: str, value: object) -> float | str:
     return scale
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ColossalaiMode:
-    """TORCH or NAIVE: its row of the table of modes, and its names for the fields of that row."""
-
-    row: str
-    scaling: Mapping[str, str]
-    precision: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the loss scaling that differ from the row's."""
-
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
-_COLOSSALAI = {
-    AMP_TYPE.TORCH: _ColossalaiMode(
-        row="16-mixed", scaling=_same("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
-    ),
-    AMP_TYPE.NAIVE: _ColossalaiMode(
-        row="16-naive",
-        # The documented initial scale is 2**32; it reaches a usable value after about a dozen skipped steps.
-        defaults={"init_scale": 2.0**32},
-        scaling={"initial_scale": "init_scale"}
-        | _same("min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
-        precision={"log_num_zeros_in_grad": "log_num_zeros", "verbose": "verbose"},
-    ),
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_type": as_dtype,
+    **dict.fromkeys(("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"), _as_bool),
+    "loss_scale": _as_scale,
 }
 
-_OPTIONS = {mode: [*row.scaling, *row.precision] for mode, row in _COLOSSALAI.items()} | {
+_SHARED = ("growth_factor", "backoff_factor", "growth_interval")
+_SCALING = {
+    AMP_TYPE.TORCH: {name: name for name in ("init_scale", *_SHARED, "enabled")},
+    AMP_TYPE.NAIVE: {"initial_scale": "init_scale"}
+    | {name: name for name in ("min_scale", "max_scale", *_SHARED, "hysteresis")},
+    AMP_TYPE.APEX: {},
+}
+"""Colossal-AI's names of options of the loss scaling, and ours."""
+_PRECISION = {"log_num_zeros_in_grad": "log_num_zeros", "verbose": "verbose"}
+"""The same of the mode, for NAIVE."""
+_OPTIONS = {
+    AMP_TYPE.TORCH: [*_SCALING[AMP_TYPE.TORCH]],
+    AMP_TYPE.NAIVE: [*_SCALING[AMP_TYPE.NAIVE], *_PRECISION],
     AMP_TYPE.APEX: [
-        *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"),
-        *("master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"),
+        *("enabled", "opt_level", *_PARSERS, "cast_model_outputs", "num_losses", "verbosity"),
         *("min_loss_scale", "max_loss_scale"),
-    ]
+    ],
 }
 
 
-def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOptions:
-    """Parse ``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)``, as Colossal-AI documents it.
+def colossalai_options(mode: AMP_TYPE, options: Mapping[str, Any]) -> Precision:
+    """The mode of ``fp16=dict(mode=AMP_TYPE.NAIVE, initial_scale=...)``, as Colossal-AI documents it.
 
     Raises:
         ConfigError: an option that the mode does not have, or an invalid value.
     """
-    for name in given:
+    for name in options:
         if name not in _OPTIONS[mode]:
             others = [f"AMP_TYPE.{other.name}" for other, names in _OPTIONS.items() if name in names]
             elsewhere = f" (it belongs to {' and '.join(others)})" if others else ""
@@ -230,11 +201,16 @@ def colossalai_options(mode: AMP_TYPE, given: Mapping[str, Any]) -> ParsedOption
                 f"{', '.join(_OPTIONS[mode])}{elsewhere}{nearest(name, _OPTIONS[mode])}"
             )
     if mode is AMP_TYPE.APEX:
-        return apex_options(**given)
-    row = _COLOSSALAI[mode]
-    scaling = {row.scaling[name]: _checked(name, value) for name, value in given.items() if name in row.scaling}
-    precision = {row.precision[name]: _as_bool(name, value) for name, value in given.items() if name in row.precision}
-    return ParsedOptions(row=row.row, precision=precision, scaling={**row.defaults, **scaling})
+        return apex_options(**options)
+    row, ours = PRESETS[ALIASES[mode]], _SCALING[mode]
+    scaling = {ours[name]: _checked(name, value) for name, value in options.items() if name in ours}
+    if mode is AMP_TYPE.NAIVE:
+        # The documented initial scale is 2**32; it reaches a usable value after about a dozen skipped steps.
+        scaling = {"init_scale": 2.0**32} | scaling
+    precision: dict[str, Any] = {
+        _PRECISION[name]: _as_bool(name, value) for name, value in options.items() if name in _PRECISION
+    }
+    return replace(row, scaling=replace(row.scaling or LossScaling(), **scaling), **precision)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -266,12 +242,7 @@ def precision_with(mode: object, options: Mapping[str, Any]) -> Precision | None
     """The mode of ``fp16=dict(mode=..., **options)``; None if ``mode`` is no ``AMP_TYPE``, nor the name of one."""
     if isinstance(mode, str):  # a TOML file has no enums
         mode = {kind.value: kind for kind in AMP_TYPE}.get(mode.lower().removeprefix("amp_type."), mode)
-    if not isinstance(mode, AMP_TYPE):
-        return None
-    parsed = colossalai_options(mode, options)
-    row = PRESETS[parsed.row]
-    scaling = None if parsed.scaling is None else replace(row.scaling or LossScaling(), **parsed.scaling)
-    return replace(row, scaling=scaling, **parsed.precision)
+    return colossalai_options(mode, options) if isinstance(mode, AMP_TYPE) else None
 
 
 def without_fp16(tree: Mapping[str, Any]) -> dict[str, Any]:

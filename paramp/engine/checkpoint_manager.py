@@ -22,24 +22,26 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError, require
-from ..checkpoint.atomic_dir import make_folder, publish_file, remove, write_json
+from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
-from ..checkpoint.run_folder import checkpoints_in, newest_whole, step_folder
 from .engine import Engine
 
+STEP = re.compile(r"step-(\d+)")
 BEST = "best.json"
 """The file in the folder that names the best checkpoint, and its metric."""
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Checkpoints:
 
         ``metric`` as for :meth:`due`. After writing, older checkpoints that are not kept are deleted.
         """
-        path = step_folder(self._path, step)
+        path = self._path / f"step-{step:08d}"
         if self._is_best(metric):
             assert metric is not None
             self._best = Best(step, float(metric), path.name)
@@ -94,8 +96,8 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric of those saved, also by an earlier process; None without one."""
-        found = _read_best(self._path)
-        return None if found is None else self._path / found.checkpoint
+        best = _read_best(self._path)
+        return None if best is None else self._path / best.checkpoint
 
     @property
     def _path(self) -> Path:
@@ -105,14 +107,17 @@ class Checkpoints:
         if self.keep_best is None or metric is None or not math.isfinite(metric):
             return False
         if not self._knows_best:
-            self._best, self._knows_best = _same_on_all_ranks(functools.partial(_read_best, self._path)), True
+            # as rank 0 reads it: other machines may see files of a shared folder later
+            self._best, self._knows_best = _from_rank_0(lambda: _read_best(self._path)), True
         best = self._best
         return best is None or (metric < best.metric if self.keep_best == "min" else metric > best.metric)
 
     def _saved(self, saved: int, best: Best | None) -> None:
         """Record the best checkpoint, and delete old ones."""
         if best is not None and best.step == saved:
-            _write_best(self._path, best)
+            partial = self._path / f"{BEST}.partial"
+            write_json(partial, best._asdict())
+            publish_file(partial, self._path / BEST)  # on the disk before the best one until now is deleted
         before = [(step, path) for step, path in checkpoints_in(self._path) if step <= saved]
         for step, path in before[self.keep_last :]:
             kept = best is not None and step == best.step
@@ -140,17 +145,12 @@ def _read_best(folder: Path) -> Best | None:
     return best if (folder / best.checkpoint).is_dir() else None
 
 
-def _write_best(folder: Path, best: Best) -> None:
-    partial = folder / f"{BEST}.partial"
-    write_json(partial, best._asdict())
-    publish_file(partial, folder / BEST)  # on the disk before the best one until now is deleted
-
-
-def _same_on_all_ranks(read: Callable[[], Best | None]) -> Best | None:
-    """What rank 0 reads: other machines may see files of a shared folder later."""
-    found = [read() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of each checkpoint in ``folder``, newest first; also of damaged ones and of one being replaced."""
+    if not folder.is_dir():
+        return []
+    names = {path.name.removesuffix(REPLACED) for path in folder.iterdir()}
+    return sorted(((int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name))), reverse=True)
 
 
 def find(resume: str | Path | None, folder: str | Path | None, report: Callable[[str], None] = print) -> Path | None:
@@ -169,82 +169,76 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
         ConfigError: on every rank: ``folder`` has checkpoints of later steps than the run would start with, so those of
             two runs would mix; or it cannot be written to; or ``auto`` without a folder.
     """
-    group = dist.group.WORLD
-    assert group is not None
     folder = None if folder is None else user_path(folder)
-    if folder is not None:
-        _check_writable(folder, group)
+    if folder is not None and (problem := _from_rank_0(functools.partial(_write_problem, folder))):
+        raise ConfigError(f"checkpoint_dir: {str(folder)!r} cannot be written to: {problem}; choose another folder")
     if resume == "auto":
         if folder is None:
             raise ConfigError("resume: got 'auto', expected a path, as there is no checkpoint_dir")
-        return _newest(folder, group, report)
-    found = None if resume is None else user_path(resume)
-    if found is not None and (damage := problem_together(found, group)):
+        return _newest(folder, report)
+    start = None if resume is None else user_path(resume)
+    if start is not None and (damage := problem_together(start, _world())):
         raise CheckpointError(damage)
-    if folder is not None and (later := _later_than(found, folder, group)):
+    if folder is not None and (later := _from_rank_0(functools.partial(_newer_than, start, folder))):
         raise ConfigError(
-            f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0]}; continue from there "
-            "with --resume auto, or choose another folder"
+            f"checkpoint_dir: {str(folder)!r} has checkpoints of an earlier run, up to {later[0].name}; continue from "
+            "there with --resume auto, or choose another folder"
         )
-    return found
+    return start
 
 
-def _check_writable(folder: Path, group: dist.ProcessGroup) -> None:
-    """Create ``folder`` and test that it is writable, before a run saves; a ConfigError on every rank if not."""
-    problem: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            make_folder(folder)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            problem = [f"checkpoint_dir: {str(folder)!r} cannot be written to: {error.strerror}; choose another folder"]
-    dist.broadcast_object_list(problem, group=group, group_src=0)
-    if problem[0] is not None:
-        raise ConfigError(problem[0])
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
-def _newest(folder: Path, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path | None:
-    found, skipped = newest_whole(folder, group)
+def _from_rank_0(read: Callable[[], T]) -> T:
+    """What ``read`` returns on rank 0, on every rank."""
+    result: list[T | None] = [read() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result, src=0)
+    return cast(T, result[0])
+
+
+def _write_problem(folder: Path) -> str | None:
+    """Create ``folder``; why it cannot be written to, before a run saves, or None."""
+    try:
+        make_folder(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _newest(folder: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest complete checkpoint in ``folder``; ``report`` gets the problems of the newer ones."""
+    # rank 0's listing: file systems of several machines may list a new folder at different times
+    paths, unfinished = _from_rank_0(lambda: (_newer_than(None, folder), _unfinished_in(folder)))
+    skipped = [f"{str(path)!r} is unfinished: saving it was interrupted" for path in unfinished]
+    newest: Path | None = None
+    for path in paths:
+        if (problem := problem_together(path, _world())) is None:
+            newest = path
+            break
+        skipped.append(problem)
     for reason in skipped:
         report(f"resume: skipped: {reason}")
-    if found is None and _later_than(None, folder, group):
+    if newest is None and paths:
         raise CheckpointError(
             f"none of the checkpoints in {str(folder)!r} is complete ({skipped[0]}); move them away to start from step "
             "1, or copy a complete one there"
         )
-    return found
+    return newest
 
 
-def _later_than(found: Path | None, folder: Path, group: dist.ProcessGroup) -> list[str]:
-    """The names of the checkpoints in ``folder`` after ``found`` if it is one of them, else of all."""
-    names: list[Any] = [None]
-    if dist.get_rank(group) == 0:
-        existing = checkpoints_in(folder)
-        start = next((step for step, path in existing if found is not None and path.resolve() == found.resolve()), -1)
-        names = [[path.name for step, path in existing if step > start]]
-    dist.broadcast_object_list(names, group=group, group_src=0)
-    return cast(list[str], names[0])
+def _unfinished_in(folder: Path) -> list[Path]:
+    """The partial folders in ``folder`` of steps after the newest checkpoint's."""
+    newest = max((step for step, _ in checkpoints_in(folder)), default=-1)
+    partial = [(STEP.fullmatch(path.name.partition(PARTIAL)[0]), path) for path in folder.glob(f"*{PARTIAL}*")]
+    return sorted(path for match, path in partial if match and int(match[1]) > newest and path.is_dir())
 
 
-def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
-
-    Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: the microbatches of a rank in each call.
-        before: accumulation and data ranks of the run that is resumed.
-
-    Raises:
-        ConfigError: the batch does not divide for any accumulation.
-    """
-    accumulation, ranks = before
-    least = max(1, -(-accumulation * ranks // data_size))
-    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
-    samples, rest = divmod(batch_size, data_size * num_microbatches)
-    fitting = (one for one in range(least, samples + 1) if not rest and samples % one == 0)
-    if found := next(fitting, None):
-        return found
-    raise ConfigError(
-        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
-        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
-    )
+def _newer_than(start: Path | None, folder: Path) -> list[Path]:
+    """The checkpoints in ``folder`` after ``start`` if it is one of them, else all; the newest first."""
+    existing = checkpoints_in(folder)
+    first = next((step for step, path in existing if start is not None and path.resolve() == start.resolve()), -1)
+    return [path for step, path in existing if step > first]

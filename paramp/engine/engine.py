@@ -23,8 +23,8 @@ from ..base.wrapped_models import class_name
 from ..config.schema import Config
 from ..distributed.phases import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_trace import diagnose_overflow, divergence
-from ..observe.replay import WindowBatches
+from ..observe.overflow_diagnosis import diagnose_overflow, divergence
+from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..pipeline.stage import Stages
@@ -100,7 +100,7 @@ class Engine:
         self._stages, self._params, self._weights = stages, params, weights
         self._failure = SharedFailure(context)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
-        batches = WindowBatches(stages, device)
+        batches = WindowRecord(stages, device)
         losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
@@ -321,7 +321,7 @@ class Engine:
         """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
 
         Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
-        (:mod:`paramp.observe.overflow_trace`), and leaves gradients of zero; nothing else changes. After a loop of
+        (:mod:`paramp.observe.overflow_diagnosis`), and leaves gradients of zero; nothing else changes. After a loop of
         ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients alone.
 
         Raises:

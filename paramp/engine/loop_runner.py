@@ -11,8 +11,8 @@ import torch
 from ..base.dtensor import full_tensor
 from ..base.trees import map_tensors, tensors
 from ..distributed.phases import BATCH
-from ..observe.overflow_hooks import Tracer
-from ..observe.replay import Call
+from ..observe.overflow_record import RecordedBatch
+from ..observe.overflow_trace import Tracer
 from ..parallel.batches import Batch, join
 from ..pipeline.stage_output import broadcast_tree
 from .batch_runner import BatchRunner, Seen, no_loss
@@ -96,7 +96,7 @@ class LoopRunner(BatchRunner):
             return *shown, None
         return *shown, self._window.mean_loss() if totals is None else self._losses.mean(totals)
 
-    def rerun(self, call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
+    def rerun(self, call: RecordedBatch, scale: torch.Tensor, tracer: Tracer) -> None:
         """Run a batch of the window again, forward and backward, at the loss scale ``scale`` (0-dim), with ``tracer``.
 
         It adds gradients to the buffers and nothing to the window.

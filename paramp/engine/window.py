@@ -15,7 +15,7 @@ import torch
 
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.batches import Batch
 from . import foreign_backward
@@ -97,7 +97,7 @@ class AccumulationWindow:
         self,
         gradients: FlatGradients,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
         context: ParallelContext,
     ) -> None:

@@ -21,7 +21,7 @@ from ..distributed.numerics import Numerics
 from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.adapters import ModelAdapter
@@ -151,7 +151,7 @@ class ExactNumerics(Numerics):
         stages: Stages,
         params: ParamChunks,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         failure: SharedFailure,
         step_counts: Callable[[], list[int]],
     ) -> None:

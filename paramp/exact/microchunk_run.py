@@ -13,7 +13,7 @@ from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..engine.losses import LossTotals, WindowLosses
-from ..observe.replay import WindowBatches
+from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
 from .chunk_gradients import ChunkGradients
 from .exact_layout import ExactLayout, Position
@@ -67,7 +67,7 @@ class MicrochunkRun:
         layout: ExactLayout,
         gradients: ChunkGradients,
         losses: WindowLosses,
-        batches: WindowBatches,
+        batches: WindowRecord,
         step_counts: Callable[[], list[int]],
     ) -> None:
         context = losses.context

@@ -9,7 +9,9 @@ Accelerate's loop stays. What differs after :func:`adopt`:
 - ``"fp16"`` works on CPUs, which Accelerate ignores without a word, with the same norms and softmax as on CUDA.
 - ``save_state`` and ``load_state`` leave the scale as it is.
 
-The accelerator stays the same object. It becomes an instance of a subclass of its own class, as do its optimizers.
+The accelerator stays the same object, because models, loaders and optimizers that were prepared before hold it. It
+becomes an instance of a subclass of its own class, as do its optimizers: methods that were set on the objects would be
+lost by pickles and bound to the original by copies, and the new properties need a class.
 """
 
 from __future__ import annotations
@@ -148,7 +150,9 @@ class AdoptedAccelerator(_Adopted):
             return
         self._shared.models.add(model)
         if self.is_fsdp2:
-            _return_fp32(model)
+            from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+
+            model.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
         elif self.native_amp:
             self._autocast_forward(model)
         if self._compute.precision.autocast and self.device.type == "cpu":
@@ -231,9 +235,9 @@ class AdoptedAccelerator(_Adopted):
         """
         if self.scaler is None:
             return
-        several = self._optimizers if optimizer is None else optimizer
-        for one in several if isinstance(several, (list, tuple)) else [several]:
-            self._shared.unscale_(one)
+        optimizers = self._optimizers if optimizer is None else optimizer
+        for wrapped in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            self._shared.unscale_(wrapped)
 
     def clip_grad_norm_(
         self: Any, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -248,19 +252,19 @@ class AdoptedAccelerator(_Adopted):
 
     def _logical_parameter(self: Any, parameters: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
         """All ``parameters`` as one, after those optimizers that step them were unscaled."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        scaled = {id(parameter) for parameter in given if parameter.grad is not None}
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        scaled = {id(parameter) for parameter in clipped if parameter.grad is not None}
         for optimizer in self._optimizers:
             stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not stepped.isdisjoint(map(id, given)):
+            if not stepped.isdisjoint(map(id, clipped)):
                 self.unscale_gradients(optimizer)
             scaled -= stepped
         if scaled and self.scaler is not None:
             raise ConfigError(
-                f"parameters: {len(scaled)} of {len(given)} have scaled gradients, because no prepared optimizer steps "
-                "them; give their optimizer to accelerator.prepare, or freeze them by requires_grad_(False)"
+                f"parameters: {len(scaled)} of {len(clipped)} have scaled gradients, because no prepared optimizer "
+                "steps them; give their optimizer to accelerator.prepare, or freeze them by requires_grad_(False)"
             )
-        return logical_parameter(given, self.device.type)
+        return logical_parameter(clipped, self.device.type)
 
 
 class AdoptedOptimizer(_Adopted):
@@ -307,30 +311,20 @@ def _widen_outputs(model: nn.Module) -> None:
             state._mp_policy = replace(state._mp_policy, output_dtype=None)
 
 
-def _return_fp32(model: nn.Module) -> None:
-    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
-
-    model.register_forward_hook(lambda _, args, output: convert_to_fp32(output))
-
-
 def _mode(accelerator: Any) -> Precision:
     mode = Precision.parse(MODES[accelerator.mixed_precision])
     handler = accelerator.scaler_handler
     if mode.scaling is None or handler is None:
         return mode
-    options = {name: getattr(handler, name) for name in vars(handler)}
-    scaling = LossScaling(**options)
+    scaling = LossScaling(**{name: getattr(handler, name) for name in vars(handler)})
     return replace(mode, scaling=scaling if scaling.enabled else None)
 
 
-def _report_cpu(emulated: bool) -> None:
-    how = "fp16 products are computed in fp32 and rounded" if emulated else "the CPU's own fp16 arithmetic is used"
-    _report_once(f"mixed_precision='fp16' on a CPU: Accelerate ignores it; with paramp it applies, and {how}")
-
-
 @functools.cache
-def _report_once(message: str) -> None:
-    log.warning(message)
+def _report_cpu(emulated: bool) -> None:
+    """Warn once in a process."""
+    how = "fp16 products are computed in fp32 and rounded" if emulated else "the CPU's own fp16 arithmetic is used"
+    log.warning(f"mixed_precision='fp16' on a CPU: Accelerate ignores it; with paramp it applies, and {how}")
 
 
 def _check_installed() -> None:
@@ -346,7 +340,7 @@ def _check_installed() -> None:
 
 def _check_supported(accelerator: Any) -> None:
     kind, device = accelerator.distributed_type.value, accelerator.device.type
-    for found, what, instead in (
+    for is_used, what, instead in (
         (kind == "DEEPSPEED", "DeepSpeed, which scales, clips and steps by itself", "use FSDP2 or DDP"),
         (kind == "MEGATRON_LM", "Megatron-LM, which scales, clips and steps by itself", "use FSDP2 or DDP"),
         (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP1", "pass FullyShardedDataParallelPlugin(fsdp_version=2)"),
@@ -357,7 +351,7 @@ def _check_supported(accelerator: Any) -> None:
         ),
         (device not in ("cpu", "cuda"), f"the device {device!r}", "use 'cpu' or 'cuda'"),
     ):
-        if found:
+        if is_used:
             raise ConfigError(f"accelerator: it uses {what}; adopt does not support it; {instead}")
 
 

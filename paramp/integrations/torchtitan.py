@@ -83,11 +83,10 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
     trainer = _torchtitan("trainer.Trainer")
     if not isinstance(config, trainer.Config) or isinstance(config, ParampTrainer.Adopted):
         raise ConfigError(f"config: got {type(config).__qualname__}, expected a Trainer.Config of torchtitan's")
-    _check(precision, config)
+    _check_config(precision, config)
     values = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
-    of: Any = type(config)
-    kind = _adopted(of).Config
-    return kind(**values, precision=precision, loss_scaling=loss_scaling or LossScaling())
+    kind: Any = type(config)
+    return _adopted(kind).Config(**values, precision=precision, loss_scaling=loss_scaling or LossScaling())
 
 
 class ParampTrainer:
@@ -100,7 +99,7 @@ class ParampTrainer:
     """
 
     def __init__(self, config: Any) -> None:
-        _check(config.precision, config)
+        _check_config(config.precision, config)
         config.training = replace(config.training, mixed_precision_param=config.precision)
         config.loss = _with_scaled_gradient(config.loss)
         super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
@@ -195,21 +194,18 @@ def _torchtitan(path: str) -> Any:
     """``torchtitan.{path}``, a name in a module; a ConfigError if torchtitan is not installed or lacks it."""
     name = "torchtitan"
     try:
-        found = importlib.import_module(name)
+        value = importlib.import_module(name)
         for part in path.split("."):
             name = f"{name}.{part}"
-            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if name != "torchtitan" and name.startswith(str(error.name)):  # not one that torchtitan needs
-            raise _missing([name]) from None
-        raise _not_installed(error) from error
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(name)
     except ImportError as error:
-        raise _not_installed(error) from error
-    return found
-
-
-def _not_installed(error: ImportError) -> ConfigError:
-    return ConfigError(f'adopt: torchtitan cannot be imported ({error}); run pip install "paramp[torchtitan]"')
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        if missing and name != "torchtitan" and name.startswith(missing):  # not one that torchtitan needs
+            raise _missing([name]) from None
+        raise ConfigError(
+            f'adopt: torchtitan cannot be imported ({error}); run pip install "paramp[torchtitan]"'
+        ) from error
+    return value
 
 
 def _missing(names: Sequence[str]) -> ConfigError:
@@ -238,9 +234,8 @@ def _adopted(config: type) -> Any:
     added = [("precision", Dtype, "float16"), ("loss_scaling", LossScaling, field(default_factory=LossScaling))]
     bases = (config, ParampTrainer.Adopted)
     made = make_dataclass("Config", added, bases=bases, kw_only=True, slots=True)
-    return type(
-        f"Paramp{trainer.__name__}", (ParampTrainer, trainer), {"Config": made}
-    )  # this registers it for build()
+    # This registers it for build().
+    return type(f"Paramp{trainer.__name__}", (ParampTrainer, trainer), {"Config": made})
 
 
 @functools.cache
@@ -258,7 +253,8 @@ def _with_scaled_gradient(config: Any) -> Any:
     return _scaled_loss().Config(loss_fn=config)
 
 
-def _check(precision: str, config: Any) -> None:
+def _check_config(precision: str, config: Any) -> None:
+    """Raise a ConfigError unless ``config`` has what is used here, and all of it computes in ``precision``."""
     require(precision in get_args(Dtype), "precision", precision, f"one of {', '.join(get_args(Dtype))}")
     _check_names(config, IN_CONFIG, "Trainer.Config")
     if precision != "float16":
@@ -268,15 +264,11 @@ def _check(precision: str, config: Any) -> None:
             f"training.dtype: got {config.training.dtype!r} with precision 'float16', expected 'float32', because "
             "small updates of half-precision weights are lost"
         )
-    if config.model_spec is not None:
-        _check_names(config.model_spec, ("model.traverse",), "Trainer.Config.model_spec")
-        _check_modules(config.model_spec.model)
-
-
-def _check_modules(model: Any) -> None:
-    """Raise a ConfigError for a module in the configuration ``model`` whose forward casts to bf16."""
+    if config.model_spec is None:
+        return
+    _check_names(config.model_spec, ("model.traverse",), "Trainer.Config.model_spec")
     for path in BF16_ALONE:
-        names = [name for name, *_ in model.traverse(_torchtitan(path))]
+        names = [name for name, *_ in config.model_spec.model.traverse(_torchtitan(path))]
         if names:
             raise ConfigError(
                 f"precision: got 'float16', but torchtitan's {path.split('.')[-2]} computes in bfloat16 whatever the "
@@ -287,13 +279,13 @@ def _check_modules(model: Any) -> None:
 @contextmanager
 def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Let ``owner.name(...)`` call ``function(what it was, ...)``."""
-    own = name in vars(owner)
+    is_on_owner = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, functools.partial(function, before))
     try:
         yield
     finally:
-        if own:
+        if is_on_owner:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

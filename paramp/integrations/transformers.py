@@ -74,7 +74,7 @@ class ParampTrainerMixin:
         layout = arguments.get("parallelism_config")
         loaded_sharded = getattr(self.model, "is_distributed_loading_by_transformers", False)
         if layout is not None and loaded_sharded and self.args.device.type == "cpu":
-            layout.__class__ = _for_cpus(type(layout))  # type: ignore[arg-type]  # classes are hashable
+            layout._validate_accelerator = functools.partial(_check_size, layout)
         return arguments
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def _check_arguments(arguments: Any, model: nn.Module | None) -> None:
     device, optimizer = arguments.device.type, getattr(arguments.optim, "value", arguments.optim)
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     fsdp = arguments.fsdp_plugin_args or {}
-    for found, what, instead in (
+    for is_used, what, instead in (
         (arguments.deepspeed, "deepspeed, which scales, clips and steps by itself", "use fsdp=True or DDP"),
         (device not in ("cpu", "cuda"), f"device: got {device!r}", "use a CPU (use_cpu=True) or CUDA"),
         (fsdp.get("fsdp_version") == 1, "fsdp_config: version 1", 'pass fsdp_config={"version": 2}'),
@@ -168,7 +168,7 @@ def _check_arguments(arguments: Any, model: nn.Module | None) -> None:
             "use tp_size and fsdp_size, or paramp.initialize for a pipeline",
         ),
     ):
-        if found:
+        if is_used:
             raise ConfigError(f"TrainingArguments: {what}; ParampTrainer does not support it; {instead}")
 
 
@@ -183,18 +183,14 @@ def _check_weights(model: nn.Module, arguments: Any) -> None:
             )
 
 
-@functools.cache
-def _for_cpus(kind: type[Any]) -> type[Any]:
-    """``kind``, Accelerate's ``ParallelismConfig``, for a model that transformers sharded over CPUs.
+def _check_size(layout: Any, accelerator: Any) -> None:
+    """What ``layout``, Accelerate's ``ParallelismConfig``, checks of a model that transformers sharded over CPUs.
 
-    Accelerate does not accept tensor parallelism on CPUs. It only has to know the layout to distribute the data.
+    Accelerate does not accept tensor parallelism on CPUs. It only has to know the layout to distribute the data. With
+    another number of processes, its own method raises.
     """
-
-    def validate(self: Any, accelerator: Any) -> None:
-        if self.total_size != accelerator.num_processes:
-            kind._validate_accelerator(self, accelerator)
-
-    return type(kind.__name__, (kind,), {"_validate_accelerator": validate})
+    if layout.total_size != accelerator.num_processes:
+        type(layout)._validate_accelerator(layout, accelerator)
 
 
 def _allow_fsdp_on_cpus() -> None:

@@ -1,289 +1,444 @@
-"""The diagnosis of a skipped step: the origin of the first non-finite value.
+"""Where values that are not finite were seen, while a window runs again: hooks on each module, parameter and node.
 
-The batches of the skipped step are rerun (:mod:`paramp.observe.replay`) with hooks that check every module
-(:mod:`paramp.observe.overflow_hooks`) and every gradient (:mod:`paramp.observe.graph_hooks`). The origin is the first
-non-finite value over all ranks (:mod:`paramp.observe.overflow_findings`).
+**Forward.** Every module of every stage has hooks before and after its forward. A module with finite inputs and a
+non-finite output has produced the value. If a module receives a non-finite value that no module returned, the
+enclosing module has produced it. Outputs are checked before and after the hooks of tensor parallelism: these reduce
+over ranks, so only the check before them identifies the rank.
+
+**Backward.** Hooks check each node of autograd's graph (:class:`GraphHooks`). Hooks on parameters check each
+microbatch's gradient apart from the sum. Only they work inside reentrant checkpointing, whose graph is created in the
+backward.
+
+**Order.** The first value is that which one process would compute first, not the first in time: by call, microbatch,
+forward before backward, stage (reversed in the backward), then position in the sequence of checks, which is the same on
+all tensor ranks of a stage. Infinities in a forward with a finite loss are often intended, as in a mask. They count
+only if the backward of a module that had one in its forward fails.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..base.errors import ConfigError, TrainingDiverged
-from ..base.trees import children
-from ..base.wrapped_models import is_compiled, plain_name
+from ..base.torch_internals import expect
+from ..base.trees import children, map_tensors, tensors
+from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
-from ..distributed.rng import random_states
 from ..parallel.batches import Batch
-from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
-from .overflow_hooks import Tracer, owner_of
-from .own_loop import OwnModel, agreed_call, checked_scale
-from .replay import Call, WindowBatches
+from ..pipeline.stage import Stage, Stages
+from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 
-NOT_RECORDED = (
-    "the module, microbatch and data rank are not known, because the engine was not given the batch: call "
-    "forward_backward(x, y)"
-)
-FINITE_AGAIN = (
-    "a rerun of the batch gave finite values: the gradients or weights were changed by hand, the batch was "
-    "overwritten, or the model is not deterministic"
-)
+expect("torch._C._autograd")
 
-EAGERLY = "compiled blocks ran eagerly in the rerun of the batch"
+BATCH = "the batch"
+CAST = "the cast of the batch to the compute dtype"
+CRITERION = "the criterion"
+TARGET = "the target"
+INPUT = "the model's input"
+"""In a loop without an engine: what a function of the user's makes of the batch for the model."""
+FORWARDS = ("forward", "loss")
+"""Spans in which a forward runs. The recomputation of checkpointing runs in a backward span and is not checked."""
 
+Position = tuple[int, int, int]
+AFTER_NODES: Position = (1, 0, 0)
+"""The position of what parameter hooks and sums see; larger than that of any node."""
 
-class Gradients(Protocol):
-    """The gradients of a window on this rank."""
-
-    def drop(self) -> None:
-        """Make them zero."""
-
-    def complete(self) -> object:
-        """Reduce them over all ranks, as a step does."""
+PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
+"""Names of autograd nodes that may lie between a parameter and its use: casts and views."""
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+COLLECTIVES = ("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll")
+"""Substrings of the names of nodes whose gradients may come from other ranks."""
 
 
-def diagnose_overflow(
-    window: WindowBatches,
-    rerun: Callable[[Call, torch.Tensor, Tracer], None],
-    gradients: Gradients,
-    context: ParallelContext | None,
-    *,
-    skipped: bool,
-    in_function: bool = False,
-) -> OverflowReport:
-    """Find the origin of the overflow in ``window``, and drop its gradients. A collective of the world.
+class StagePass(NamedTuple):
+    """One microbatch on one stage, of one call of ``forward_backward``."""
 
-    Args:
-        rerun: runs a batch forward and backward at a loss scale, 0-dim, with a tracer and without a reduction over
-            data ranks.
-        skipped: whether the window's step was skipped for an overflow.
-        in_function: ``rerun`` calls a function of the user's, which computes the loss too.
+    call: int
+    microbatch: int
+    stage: int
 
-    Raises:
-        RuntimeError: it was not, or the window had no step yet.
+
+class Sighting(NamedTuple):
+    """The first non-finite value of one pass of one microbatch through one stage, on one rank."""
+
+    origin: Origin
+    data_rank: int
+    stage: int
+    position: Position
+    """The position in the sequence of checks of the pass and stage. Comparable between tensor ranks."""
+    received: bool
+    """Whether it was first seen in the inputs of the module or operation."""
+    met_in_forward: bool
+    """For a backward: whether the module had non-finite values in the forward of the same microbatch."""
+
+    def batch(self) -> tuple[Any, ...]:
+        """Which microbatch, unique over data ranks."""
+        return self.data_rank, self.origin.call, self.origin.microbatch
+
+    def order(self) -> tuple[Any, ...]:
+        """The key that sorts these as one process would compute their values."""
+        origin, backward = self.origin, self.origin.during != "forward"
+        stage = -self.stage if backward else self.stage
+        return origin.call, origin.microbatch, backward, stage, self.position, self.received, origin.place.rank
+
+
+class Sightings:
+    """What this rank has seen in one run of a window."""
+
+    def __init__(self, context: ParallelContext | None) -> None:
+        self._context = context
+        self._data_rank = context.batch_axis.rank if context else 0
+        self._first: dict[tuple[StagePass, bool], Sighting] = {}  # key: pass, is backward
+        self._met: set[tuple[int, int, str]] = set()  # call, microbatch, module
+        self._failed: set[tuple[Any, ...]] = set()  # the microbatches whose loss is not finite
+
+    def has(self, at: StagePass, *, backward: bool) -> bool:
+        """Whether the pass already has a value; only the first is kept."""
+        return (at, backward) in self._first
+
+    @property
+    def any_backward(self) -> bool:
+        """Whether any backward has a value."""
+        return any(backward for _, backward in self._first)
+
+    def meet(self, at: StagePass, module: str) -> None:
+        """Record that ``module`` had a non-finite value in its forward."""
+        self._met.add((at.call, at.microbatch, module))
+
+    def fail(self, at: StagePass) -> None:
+        """Record that the loss of the microbatch is not finite."""
+        self._failed.add((self._data_rank, at.call, at.microbatch))
+
+    def has_failed(self, at: StagePass) -> bool:
+        """Whether :meth:`fail` was called for the microbatch."""
+        return (self._data_rank, at.call, at.microbatch) in self._failed
+
+    def add(
+        self,
+        during: During,
+        module: str,
+        value: torch.Tensor,
+        at: StagePass,
+        position: Position,
+        *,
+        received: bool = False,
+        **details: Any,
+    ) -> None:
+        """Record a tensor with a non-finite element (any dims and dtype), unless its pass already has one.
+
+        ``details``: ``parameter``, ``weight`` and ``operation`` of the :class:`Origin`.
+        """
+        key = (at, during != "forward")
+        if key in self._first:
+            return
+        kind = flaw(value)
+        assert kind is not None
+        place = RankCoordinates.here(self._context, at.stage)
+        origin = Origin(during, module, place, kind, at.call, at.microbatch, largest_finite(value), **details)
+        met = during == "backward" and (at.call, at.microbatch, module) in self._met
+        self._first[key] = Sighting(origin, self._data_rank, at.stage, position, received, met)
+
+    def origin(self) -> Origin | None:
+        """The first value over all ranks, the same on every rank; None if there is none. A world collective."""
+        everyone = [seen for (seen,) in gather_findings([(list(self._first.values()), self._failed)])]
+        sightings = [one for local, _ in everyone for one in local]
+        failed = {batch for _, batches in everyone for batch in batches}
+        failed |= {one.batch() for one in sightings if one.met_in_forward}
+        counted = [one for one in sightings if one.origin.during != "forward" or one.batch() in failed]
+        return min(counted, key=Sighting.order).origin if counted else None
+
+
+class GraphHooks:
+    """Hooks on the nodes of autograd's graph.
+
+    A hook sees the gradients that enter and leave its node (local tensors of DTensors). A node belongs to the innermost
+    module that ran when the node was created. autograd numbers nodes in the order of creation (``Node._sequence_nr``),
+    so recording the number where each module begins and ends is enough. This holds for every schedule, for a split
+    backward, for tied weights and for activation checkpointing.
     """
-    if window.scale is None or not skipped:
-        raise RuntimeError("diagnose_overflow: no step was skipped; call it after one that was, before the next batch")
-    places = context.local_stages if context else [0]
-    stage_of = _stages_by_parameter(window, places)
 
-    def run(scale: torch.Tensor) -> Tracer:
-        tracer = Tracer(window.stages, places, context, in_function=in_function)
-        gradients.drop()
-        with torch.enable_grad(), window.again() as calls, tracer:
-            for call in calls:
-                tracer.see_batch(call.batch)
-                rerun(call, scale, tracer)
-        return tracer
+    def __init__(self, names: Mapping[int, str], seen: Sightings) -> None:
+        self._names = names  # parameter names by id()
+        self._seen = seen
+        self._numbers: list[int] = []  # first sequence number of each module run
+        self._modules: list[str] = []  # the module of each entry of _numbers
 
-    def find() -> tuple[NonFiniteGradient, ...]:
-        named = ((plain_name(name), parameter) for name, parameter in window.stages.module.named_parameters())
-        own = find_gradients(named, context, stage_of)
-        return tuple(found for of_rank in gather_findings(own) for found in of_rank)
+    def begin(self, module: str) -> None:
+        """Assign the nodes that autograd creates from now on to ``module``."""
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._modules.append(module)
 
-    try:
-        return _investigate(window, run, find, gradients)
-    finally:
-        gradients.drop()
+    @property
+    def start(self) -> Position:
+        """A position in the backward before all nodes."""
+        return -len(self._numbers), 0, 0
+
+    def follow(self, outputs: Iterable[Any], at: StagePass) -> None:
+        """Register a hook on each node that ``outputs`` depend on."""
+        nodes = [leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        known = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            node.register_hook(self._hook(node, at))
+            for next_, _ in node.next_functions:
+                if next_ is not None and next_ not in known and next_.name() != ACCUMULATE:
+                    known.add(next_)
+                    nodes.append(next_)
+
+    def _hook(self, node: Any, at: StagePass) -> Callable[[Any, Any], None]:
+        """The hook of ``node``, called with the gradients that leave and that enter it; no cycle to the node."""
+        number, operation = node._sequence_nr(), node.name()
+        index = bisect.bisect_right(self._numbers, number) - 1
+        module, seen = self._modules[index], self._seen
+        # Values of tensor ranks are ordered by position. Ranks run the same modules, so module indices compare. Nodes
+        # in a module may differ between ranks; nodes of collectives come last, to blame the rank that computed a value.
+        position = (-index, any(name in operation for name in COLLECTIVES), self._numbers[index] - number)
+        parameters = [self._parameter_behind(next_) for next_, _ in node.next_functions]
+
+        def check(gradients: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]) -> None:
+            if seen.has(at, backward=True):
+                return
+            bad = [index for index, gradient in enumerate(gradients) if flaw(gradient)]
+            entered = next((gradient for gradient in received if flaw(gradient)), None)
+            value = entered if entered is not None else gradients[bad[0]] if bad else None
+            if value is None:
+                return
+            # If an activation's gradient is bad too, the operation is to blame, not a single weight's gradient.
+            only = entered is None and all(parameters[index] is not None for index in bad)
+            parameter = parameters[bad[0]] if only else None
+            details = {"parameter": parameter, "operation": operation}
+            seen.add("backward", module, value, at, position, received=entered is not None, **details)
+
+        return check
+
+    def _parameter_behind(self, node: Any) -> str | None:
+        """The name of the parameter whose gradient goes to ``node``; None for an activation."""
+        while node is not None and node.name() in PASSING:
+            node = node.next_functions[0][0]
+        return None if node is None or node.name() != ACCUMULATE else self._names.get(id(node.variable))
 
 
-class RecordedBatch(NamedTuple):
-    """A batch, and the states of torch's random streams before it ran; :func:`record_batch` makes one."""
+class Tracer:
+    """Checks one run of a window on this rank's ``stages``, whose indices in the model are ``indices``.
 
-    batch: Any
-    random: list[torch.Tensor]
-    """Of the CPU's default generator and, where CUDA is in use, of the current GPU's."""
-
-
-def record_batch(batch: Any) -> RecordedBatch:
-    """``batch`` for :func:`trace_overflow`, with the states of torch's random streams.
-
-    Call it before the batch runs, if the model has dropout: the rerun then drops what the step dropped. It keeps a
-    reference to the batch, and copies some kilobytes.
+    It is an :class:`~paramp.base.spans.Observer` of the engine, and a context manager that registers the hooks.
+    With ``in_function``, a function of the user's calls the model and computes the loss, in one ``forward``.
     """
-    return RecordedBatch(batch, random_states(_random_device()))
+
+    def __init__(
+        self, stages: Stages, indices: Sequence[int], context: ParallelContext | None, *, in_function: bool = False
+    ) -> None:
+        self._stages = dict(zip(indices, stages, strict=True))
+        self.seen = Sightings(context)
+        """The first non-finite value of each call, microbatch, stage and pass."""
+        self.failure: str | None = None
+        """The message of the criterion's exception, if a pipeline continued without its loss."""
+        names: dict[int, str] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                used = stages.used_for(parameter)
+                self._parameters.setdefault(names.setdefault(id(used), plain_name(name)), used)
+        self._graph = GraphHooks(names, self.seen)
+        self._handles: list[RemovableHandle] = []
+        self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span
+        self._num_checks = 0
+        self._running: list[str] = []  # the stack of running modules
+        self._in_function = in_function
+        self._batch = ""  # the name of what a non-finite input comes from
+        self._batch_is_bad = False
+
+    # ---- called by the engine
+
+    def begin_call(self) -> None:
+        """Count a call of ``forward_backward``."""
+        self._at = self._at._replace(call=self._at.call + 1)
+
+    @contextmanager
+    def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+        """Check one operation on one microbatch."""
+        self._kind, self._at = kind, StagePass(self._at.call, microbatch or 0, stage or 0)
+        if kind in FORWARDS:
+            first = f"what stage {stage} received" if stage else self._batch
+            self._running = [CRITERION if kind == "loss" else first]
+            self._graph.begin(self._running[-1])
+        yield
+        if kind.startswith("backward"):
+            self._check_sums()
+        self._kind = ""
+
+    def see_batch(self, batch: Any) -> None:
+        """Check the inputs of the next call, before and after the cast to the compute dtype.
+
+        A function of the user's takes any tree of tensors, and may never cast what is too large here, such as targets.
+        """
+        dtype = next(iter(self._stages.values())).precision.compute
+        casts: list[tuple[str, torch.dtype | None]] = [(BATCH, None), (CAST, dtype)]
+        self._batch, self._batch_is_bad = BATCH, False
+        if self._in_function:
+            batch, casts, self._batch = _tree_as_batch(batch), casts[:1], INPUT
+        inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
+        for name, cast in casts:
+            for index, (path, tensor) in enumerate(inputs):
+                value = tensor.to(cast) if cast and tensor.is_floating_point() else tensor
+                if _is_bad(value, masks=True) and (
+                    _is_bad(_without_masked(value), masks=True) or (batch.args and not index)
+                ):
+                    self._batch = name if len(inputs) == 1 else name.replace("the batch", f"{path} of the batch")
+                    self._batch_is_bad = True
+                    return
+
+    def see_loss(self, output: Any, target: Any, value: torch.Tensor) -> None:
+        """Check the criterion's arguments, and its unscaled loss ``value``."""
+        if self._check(self._stage_output(), [output], masks=True):
+            self.seen.meet(self._at, CRITERION)
+        self._check(TARGET, [target], masks=True)
+        self._check(self._batch if self._in_function and self._batch_is_bad else CRITERION, [value], masks=True)
+        if flaw(value):
+            self.seen.fail(self._at)
+
+    def see_scaled(self, value: torch.Tensor) -> None:
+        """Check the scaled loss ``value``, at which the backward of this microbatch begins."""
+        if flaw(value) and not self.seen.has_failed(self._at):
+            self.seen.add("backward", CRITERION, value, self._at, self._graph.start)
+        self._graph.follow([value], self._at)
+
+    # ---- hooks
+
+    def __enter__(self) -> Tracer:
+        done: set[int] = set()
+        for stage in self._stages.values():
+            self._handles.append(stage.register_forward_hook(self._after_stage))
+            for name, module in stage.module.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # accepts no hooks; its caller is named
+                    continue
+                # A container that spans stages is copied to each of them, and the copies share one dict of hooks.
+                if id(module._forward_hooks) not in done:
+                    done.add(id(module._forward_hooks))
+                    self._add_hooks(plain_name(name) or f"the model's {class_name(module)}", module)
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(partial(self._on_gradient, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _add_hooks(self, name: str, module: nn.Module) -> None:
+        """Register hooks before and after all other forward hooks of ``module``."""
+        self._handles += [
+            module.register_forward_pre_hook(partial(self._before, name), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(partial(self._on_inputs, name), with_kwargs=True),
+            module.register_forward_hook(partial(self._on_output, name), prepend=True),
+            module.register_forward_hook(partial(self._after, name)),
+        ]
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The first hook: a non-finite input was produced by the enclosing module."""
+        if self._kind not in FORWARDS:
+            return
+        if len(self._running) > 1:
+            bad = self._check(self._running[-1], (args, kwargs), received=True)
+        else:  # the stage itself: the model's inputs, or what the stage before sent and the model's keyword inputs
+            bad = self._check(self._running[-1], args[:1], masks=self._at.stage == 0, received=True)
+            others = map_tensors(_without_masked, (args[1:], kwargs))
+            bad = self._check(self._batch, others, masks=True, received=True) or bad
+        if bad:
+            self.seen.meet(self._at, name)
+        self._running.append(name)
+        self._graph.begin(name)
+
+    def _on_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Runs after the module's other pre-hooks."""
+        if self._kind in FORWARDS:
+            self._check(name, (args, kwargs), module=module)
+
+    def _on_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Runs before the module's other forward hooks."""
+        if self._kind in FORWARDS:
+            self._check(name, output, module=module)
+
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Runs after the module's other forward hooks."""
+        if self._kind not in FORWARDS:
+            return
+        self._check(name, output, module=module)
+        self._running.pop()
+        if len(self._running) == 1:
+            self._running = [self._stage_output()]
+        self._graph.begin(self._running[-1])
+
+    def _after_stage(self, stage: nn.Module, inputs: Any, output: Any) -> None:
+        if self._kind in FORWARDS and isinstance(stage, Stage) and not stage.is_last:  # the last stage: from the loss
+            self._graph.follow(list(tensors(output)), self._at)
+
+    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """The hook of a parameter: checks what is added to its gradient."""
+        if not self.seen.has(self._at, backward=True) and flaw(gradient):
+            self.seen.add("backward", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
+
+    # ---- checks
+
+    def _stage_output(self) -> str:
+        stage = self._at.stage
+        if self._in_function:
+            return CRITERION
+        return "the model's output" if self._stages[stage].is_last else f"what stage {stage} sends"
+
+    def _check(
+        self, name: str, values: Any, *, module: nn.Module | None = None, masks: bool = False, received: bool = False
+    ) -> bool:
+        """Check the tensors in the tree ``values``, produced by ``name`` in the forward; True if one is not finite.
+
+        Infinities in tensors that do not require grad are often masks, so they count only with ``masks``.
+        """
+        self._num_checks += 1
+        bad = next((value for value in tensors(values) if _is_bad(value, masks)), None)
+        if bad is None:
+            return False
+        self.seen.meet(self._at, name)
+        weights = module.named_parameters(recurse=False) if module is not None else ()
+        weight = next((name for name, parameter in weights if flaw(parameter)), None)
+        self.seen.add("forward", name, bad, self._at, (self._num_checks, 0, 0), received=received, weight=weight)
+        return True
+
+    def _check_sums(self) -> None:
+        """Look for a non-finite gradient whose summands were all finite."""
+        if self.seen.any_backward:
+            return
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and flaw(parameter.grad):
+                where = owner_of(name), parameter.grad, self._at, AFTER_NODES
+                self.seen.add("sum over microbatches", *where, parameter=name)
+                return
 
 
-def _random_device() -> torch.device:
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
+def _tree_as_batch(tree: Any) -> Batch:
+    """What a function of the user's is given, as a batch."""
+    if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
+        return Batch((), dict(tree))
+    parts = children(tree)
+    return Batch((tree,) if parts is None else tuple(parts.values()))
 
 
-def trace_overflow(
-    model: nn.Module,
-    loss: Callable[[Any], torch.Tensor],
-    batches: Iterable[Any],
-    *,
-    scale: float,
-    context: ParallelContext | None = None,
-) -> OverflowReport:
-    """Why a step was skipped in a loop without an engine: the first value that is not finite, its module and its rank.
-
-    Every rank calls it after the skipped step, before the weights change. It runs the batches again with hooks, forward
-    and backward, and leaves no gradients; random streams and buffers are as before.
-
-    Args:
-        model: what ``loss`` calls: plain, in DDP, sharded by ``fully_shard``, or of DTensors.
-        loss: returns the unscaled loss of one of ``batches``, 0-dim, as the loop gives it to ``scaler.scale``.
-        batches: those of the skipped step, one for each backward; the data rank's own. Each is any object, or one of
-            :func:`record_batch`.
-        scale: the loss scale of the skipped step: ``scaler.get_scale()`` before ``scaler.update()``. Without loss
-            scaling 1.
-        context: None: the current one; none is needed in one process.
-
-    Returns:
-        The same on every rank. ``call`` of its origin is the index in ``batches``.
-
-    Raises:
-        ConfigError: on every rank: a rank has wrong arguments, or others than another rank; or the model has
-            pipeline stages.
-        LaunchError: a rank did not call it in time.
-    """
-    own: list[RecordedBatch] = []
-
-    def check(context: ParallelContext | None) -> tuple[nn.Module, dict[str, Any]]:
-        own.extend(_checked_batches(loss, batches, context))
-        return model, {"scale": checked_scale(scale), "number of batches": len(own)}
-
-    context = agreed_call("trace_overflow", context, check)
-    stages = OwnModel(model, context)
-    window = WindowBatches(stages, _random_device() if len(own[0].random) > 1 else torch.device("cpu"))
-    window.calls = [Call(_Given.of_user(one.batch), (one.random, []), number) for number, one in enumerate(own)]
-    window.scale = torch.tensor(scale, dtype=torch.float32, device=stages.device)
-
-    def rerun(call: Call, scale: torch.Tensor, tracer: Tracer) -> None:
-        assert isinstance(call.batch, _Given)
-        _rerun_function(loss, call.batch.given, scale, stages, tracer)
-
-    report = diagnose_overflow(window, rerun, stages, context, skipped=True, in_function=True)
-    unknown = report.unknown.replace(FINITE_AGAIN, f"{FINITE_AGAIN}; or scale or batches are not those of the step")
-    if stages.is_compiled and EAGERLY not in unknown:
-        unknown = "; ".join(filter(None, (unknown, EAGERLY)))
-    return replace(report, unknown=unknown, scaled=report.origin is not None)  # those of the step may be unscaled
+def _is_bad(value: Any, masks: bool) -> bool:
+    kind = flaw(value)
+    return kind == "NaN" or (kind == "inf" and (masks or value.requires_grad))
 
 
-def _checked_batches(loss: Any, batches: Any, context: ParallelContext | None) -> list[RecordedBatch]:
-    """The arguments of :func:`trace_overflow` as recorded batches; a ConfigError if they are wrong."""
-    if context is not None and context.stage_axis.size > 1:
-        raise ConfigError(
-            f"trace_overflow: got a context of {context.stage_axis.size} pipeline stages, whose schedule runs the "
-            "batches; use an engine, or scaler.diagnose(model.named_parameters()), which names gradients"
-        )
-    if not callable(loss):
-        raise ConfigError(f"loss: got {type(loss).__name__}, expected a function from a batch to its loss")
-    if isinstance(batches, (torch.Tensor, Mapping, RecordedBatch)) or not isinstance(batches, Iterable):
-        raise ConfigError(f"batches: got {type(batches).__name__}, expected a list of the batches of the step")
-    own = [one if isinstance(one, RecordedBatch) else record_batch(one) for one in batches]
-    if not own:
-        raise ConfigError("batches: got none, expected those of the skipped step")
-    if len({len(one.random) for one in own}) > 1:
-        raise ConfigError("batches: CUDA was first used after some were recorded; record them after model.to('cuda')")
-    return own
+def _without_masked(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the infinities of a mask that is added to scores."""
+    return tensor.masked_fill(tensor == -torch.inf, 0.0) if tensor.is_floating_point() else tensor
 
 
-@dataclass(frozen=True)
-class _Given(Batch):
-    """A user's batch, and the tree of its tensors."""
-
-    given: Any = None
-
-    @staticmethod
-    def of_user(given: Any) -> "_Given":
-        parts = children(given)
-        if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
-            return _Given((), dict(given), given=given)
-        return _Given((given,) if parts is None else tuple(parts.values()), given=given)
-
-
-def _rerun_function(
-    loss: Callable[[Any], torch.Tensor], batch: Any, scale: torch.Tensor, stages: OwnModel, tracer: Tracer
-) -> None:
-    """Run a batch through the user's function and backward; a failure is recorded, so that no rank waits for this."""
-    tracer.begin_call()
-    try:
-        with stages.running(backward=True):
-            with tracer.span("forward", 0, 0):
-                value = loss(batch)
-                if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
-                    raise ConfigError(
-                        f"loss: returned {_shown(value)}, expected a tensor of one element with a gradient"
-                    )
-                tracer.see_loss(None, None, value)
-                scaled = value * scale.to(value.device)
-                tracer.see_scaled(scaled)
-            with tracer.span("backward", 0, 0):
-                scaled.backward()
-    except Exception as error:
-        tracer.failure = f"{type(error).__name__}: {error}"
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
-
-
-def divergence(counts: Sequence[int], diagnose: Callable[[], OverflowReport]) -> TrainingDiverged:
-    """The error that ends the training after a skipped step, with its diagnosis; on every rank.
-
-    ``counts``: steps made, steps skipped, those skipped in a row, and of these the ones at the loss scale's floor.
-    """
-    steps, skipped, in_a_row, at_floor = counts
-    report: OverflowReport | str
-    try:
-        report = diagnose()
-    except Exception as error:  # training stops on every rank even if the diagnosis fails
-        report = f"no diagnosis could be made: {type(error).__name__}: {error}"
-    floor = " with the loss scale at its floor" if at_floor else ""
-    return TrainingDiverged(
-        f"training stopped after optimizer step {steps + skipped}, because {in_a_row} steps in a row were "
-        f"skipped{floor}: {report}",
-        report,
-    )
-
-
-def _investigate(
-    window: WindowBatches,
-    run: Callable[[torch.Tensor], Tracer],
-    find: Callable[[], tuple[NonFiniteGradient, ...]],
-    gradients: Gradients,
-) -> OverflowReport:
-    """The report on ``window``; ``run`` reruns it at a loss scale, ``find`` returns all ranks' non-finite gradients."""
-    assert window.scale is not None
-    scale = float(window.scale)
-    of_step = find()
-    if not window.calls:
-        return OverflowReport(scale, of_step, None, NOT_RECORDED)
-    tracer = run(window.scale)
-    origin = tracer.findings.origin()
-    non_finite = find()
-    if origin is None:
-        # Each rank's gradients are finite, so the sum over ranks has overflowed. FSDP2 has already made it.
-        if not non_finite:
-            gradients.complete()
-            non_finite = find()
-        if non_finite:
-            first = non_finite[0]
-            module = owner_of(first.name)
-            origin = Origin("sum over ranks", module, first.place, first.kind, 0, None, first.largest, first.name)
-    elif origin is not None and origin.during == "backward":
-        # If everything is finite at a scale of 1, the loss scale is the cause.
-        helped = scale > 1 and run(torch.ones_like(window.scale)).findings.origin() is None
-        origin = replace(origin, helped_by_scale=helped)
-    failure = next((text for (text,) in gather_findings([tracer.failure]) if text), None)
-    problem = f"the rerun failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
-    compiled = any(map(is_compiled, window.stages.modules()))
-    unknown = "; ".join(filter(None, (problem, EAGERLY if compiled else "")))  # for the hooks
-    return OverflowReport(scale, (non_finite or of_step) if problem else non_finite, origin, unknown)
-
-
-def _stages_by_parameter(window: WindowBatches, places: Sequence[int]) -> dict[str, int]:
-    """Parameter name -> the index in the model of the first of this rank's stages that has it."""
-    found: dict[str, int] = {}
-    for place, stage in zip(places, window.stages, strict=True):
-        for name, _ in stage.module.named_parameters(remove_duplicate=False):
-            found.setdefault(plain_name(name), place)
-    return found
+def owner_of(parameter: str) -> str:
+    """The name of the module that owns a parameter."""
+    return parameter.rpartition(".")[0]

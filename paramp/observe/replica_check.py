@@ -31,14 +31,12 @@ from ..optim.flat_params import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits
+from .overflow_record import WindowRecord
 from .own_loop import agreed_call
-from .replay import WindowBatches
-from .same_data import different_data
+from .same_data import NAMED, different_data, listed
 
 Column = tuple[str, "ReplicaGroup"]
 """A column of the table of sums: the kind of value, and its replica group."""
-NAMED = 4
-"""The most ranks, and the most differences, that a message lists."""
 WEIGHT, MASTER, AVERAGE, STATE, SCALE = "weight", "master", "average", "optimizer state", "loss scale"
 
 
@@ -74,7 +72,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Compared:
     """One parameter's tensors of one kind, on this rank."""
 
     kind: str
@@ -135,7 +133,7 @@ class Replicas:
         weights: FlatWeights | torch.optim.Optimizer | None,
         ties: Iterable[TiedParameter],
         scaler: DistributedGradScaler | None,
-        batches: WindowBatches | None,
+        batches: WindowRecord | None,
         context: ParallelContext,
     ) -> None:
         """:attr:`every`: after how many steps an engine compares; None: never.
@@ -151,17 +149,17 @@ class Replicas:
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
         self.every = context.config.check_replicas_every
-        parts = [] if scaler is None else [_Part(SCALE, "", self._group(self._names), scaler.tensors)]
-        parts += self._weight_parts(module, ties)
-        part_of = {part.name: part for part in parts}
+        compared = [] if scaler is None else [_Compared(SCALE, "", self._group(self._names), scaler.tensors)]
+        of_weights = self._of_weights(module, ties)
+        compared += of_weights.values()
         if self._weights is not None:
-            parts += self._stepped_parts(part_of, self._weights)
+            compared += self._of_stepped(of_weights, self._weights)
         elif isinstance(weights, torch.optim.Optimizer):
-            parts += [
-                _Part(STATE, name, part_of[name].group, partial(_states, weights, parameter), part_of[name].tie)
-                for name, parameter in module.named_parameters()
-            ]
-        self._parts = [part for part in parts if part.group.axes]
+            for name, parameter in module.named_parameters():
+                weight = of_weights[name]
+                states = partial(_states, weights, parameter)
+                compared.append(_Compared(STATE, name, weight.group, states, weight.tie))
+        self._compared = [each for each in compared if each.group.axes]
 
     # -------------------------------------------------------------------------------------------- replica groups
 
@@ -171,8 +169,8 @@ class Replicas:
         long = (name for index, name in enumerate(self._names) if name in wanted and mesh.size(index) > 1)
         return ReplicaGroup(tuple(long), tuple(stages), number)
 
-    def _weight_parts(self, module: nn.Module, ties: Iterable[TiedParameter]) -> list[_Part]:
-        """One part for each parameter, trained or frozen."""
+    def _of_weights(self, module: nn.Module, ties: Iterable[TiedParameter]) -> dict[str, _Compared]:
+        """The parameters, trained or frozen, by name."""
         tie_of = {tie.parameter: tie for tie in ties}
         numbers: Counter[tuple[int, ...]] = Counter()  # ties have the same order on all ranks that hold them
         groups: dict[nn.Parameter, ReplicaGroup] = {}
@@ -181,41 +179,33 @@ class Replicas:
             axes = {*replicated_axes(parameter, self._context), *self._context.axes_of("stage")}
             groups[parameter] = self._group(axes, stages, numbers[stages])
             numbers[stages] += 1
-        return [
-            _Part(
-                WEIGHT,
-                name,
-                groups.get(parameter) or self._group(replicated_axes(parameter, self._context)),
-                partial(_local_tensor, parameter),
-                tie_of.get(parameter),
-            )
-            for name, parameter in module.named_parameters()
-        ]
+        compared = {}
+        for name, parameter in module.named_parameters():
+            group = groups.get(parameter) or self._group(replicated_axes(parameter, self._context))
+            compared[name] = _Compared(WEIGHT, name, group, partial(_local_tensor, parameter), tie_of.get(parameter))
+        return compared
 
-    def _stepped_parts(self, part_of: Mapping[str, _Part], flat: FlatWeights) -> list[_Part]:
+    def _of_stepped(self, of_weights: Mapping[str, _Compared], flat: FlatWeights) -> Iterator[_Compared]:
         """Masters, averages and optimizer state of the parameters that this rank steps.
 
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
         a matrix that is stepped whole, one tensor rank has the state.
         """
-        parts: list[_Part] = []
         for param, _, buffer in flat.pairs():
-            group, tie = self._stepped_group(part_of[param.name], partitioned=buffer.num_parts > 1)
+            group, tie = self._group_of_stepped(of_weights[param.name], partitioned=buffer.num_parts > 1)
             averages = [] if buffer.average is None else [(AVERAGE, buffer.average)]
-            for kind, stored in [*((MASTER, one) for one in buffer.masters.state), *averages]:
-                own = stored[buffer.own_range(param)]
-                parts.append(_Part(kind, param.name, group, partial(list, (own,)), tie))
+            for kind, stored in [*((MASTER, master) for master in buffer.masters.state), *averages]:
+                values = stored[buffer.own_range(param)]
+                yield _Compared(kind, param.name, group, partial(list, (values,)), tie)
         for weights in flat.by_optimizer:
             for param, stepped, buffer in weights.pairs():
-                weight, owned = part_of[param.name], weights.exchange is not None
-                group, tie = self._stepped_group(weight, partitioned=buffer.num_parts > 1, owned=owned)
-                parts.append(_Part(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie))
-        return parts
+                weight, owned = of_weights[param.name], weights.exchange is not None
+                group, tie = self._group_of_stepped(weight, partitioned=buffer.num_parts > 1, owned=owned)
+                yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
 
-    def _stepped_group(
-        self, weight: _Part, *, partitioned: bool, owned: bool = False
+    def _group_of_stepped(
+        self, weight: _Compared, *, partitioned: bool, owned: bool = False
     ) -> tuple[ReplicaGroup, TiedParameter | None]:
-        """The replica group of what is stepped for ``weight``, and its tie."""
         if not (partitioned or owned):
             return weight.group, weight.tie
         differ = self._context.axes_of("stage", *(BATCH_ROLES if partitioned else ()), *(("tensor",) if owned else ()))
@@ -231,101 +221,77 @@ class Replicas:
     @torch.no_grad()
     def check(self) -> list[Difference]:
         """Compare all values. A world collective with the same result on every rank; synchronises with the device."""
-        columns = self._agreed_columns()
+        if self._columns is None:
+            everyone = gather_objects({each.column for each in self._compared})
+            self._columns = sorted(set[Column]().union(*everyone))
+        columns, device = self._columns, self._context.device
         if not columns:
             return []
-        hashes = self._hashes()
-        device = self._context.device
+        hashes = torch.zeros(len(self._compared), dtype=torch.int64, device=device)
+        for total, each in zip(hashes, self._compared, strict=True):
+            for number, tensor in enumerate(each.tensors()):
+                total += hash_bits(tensor) * (2 * number + 1)
         sums = torch.zeros(len(columns), dtype=torch.int64, device=device)
-        places = [columns.index(part.column) for part in self._parts]  # none, where a stage has no replicas
+        places = [columns.index(each.column) for each in self._compared]  # none, where a stage has no replicas
         sums.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
         all_gather_shards(table.view(-1), sums)
-        suspects = list(self._unequal(columns, table.cpu()))
-        return self._located(suspects, hashes) if suspects else []
-
-    def _hashes(self) -> torch.Tensor:
-        """One hash for each part: 1-dim int64 on the device."""
-        hashes = torch.zeros(len(self._parts), dtype=torch.int64, device=self._context.device)
-        for total, part in zip(hashes, self._parts, strict=True):
-            for number, tensor in enumerate(part.tensors()):
-                total += hash_bits(tensor) * (2 * number + 1)
-        return hashes
-
-    def _agreed_columns(self) -> list[Column]:
-        """The columns of all ranks of the world; gathered once, then cached."""
-        if self._columns is None:
-            everyone = gather_objects({part.column for part in self._parts})
-            self._columns = sorted(set[Column]().union(*everyone))
-        return self._columns
-
-    def _unequal(self, columns: Sequence[Column], table: torch.Tensor) -> Iterator[tuple[Column, tuple[int, ...]]]:
-        """The columns of ``table`` (world size, columns) in which the ranks of a group differ, with that group."""
-        for column, values in zip(columns, table.T, strict=True):
+        suspects: list[tuple[Column, tuple[int, ...]]] = []  # with the ranks of a group that differ
+        for column, values in zip(columns, table.cpu().T, strict=True):
             groups = self._context.ranks_along(column[1].axes, column[1].stages)
             of_group = values[groups]
-            for ranks in groups[(of_group != of_group[:, :1]).any(dim=1)].tolist():
-                yield column, tuple(ranks)
+            suspects += [(column, tuple(ranks)) for ranks in groups[(of_group != of_group[:, :1]).any(dim=1)].tolist()]
+        return self._located(suspects, hashes.tolist()) if suspects else []
 
-    def _located(self, suspects: Sequence[tuple[Column, tuple[int, ...]]], hashes: torch.Tensor) -> list[Difference]:
+    def _located(self, suspects: Sequence[tuple[Column, tuple[int, ...]]], hashes: Sequence[int]) -> list[Difference]:
         """The parameters that differ in ``suspects``, the same list on every rank."""
-        own = hashes.tolist()
-        # parts of a column are in the same order on all ranks of its group, so zip() pairs replicas
+        # those of a column are in the same order on all ranks of its group, so zip() pairs replicas
         mine = {
-            index: [(part.name, own[number]) for number, part in enumerate(self._parts) if part.column == column]
+            index: [(each.name, own) for each, own in zip(self._compared, hashes, strict=True) if each.column == column]
             for index, (column, ranks) in enumerate(suspects)
             if self._context.rank in ranks
         }
         everyone = gather_objects(mine)
-        found = []
+        differences = []
         for index, ((kind, _), ranks) in enumerate(suspects):
             for copies in zip(*(everyone[rank][index] for rank in ranks), strict=True):
-                names = {rank: name for rank, (name, _) in zip(ranks, copies, strict=True)}
-                values = {rank: value for rank, (_, value) in zip(ranks, copies, strict=True)}
-                if len(set(values.values())) > 1:
-                    found.append(self._difference(kind, names, values))
-        return found
+                if len({value for _, value in copies}) > 1:
+                    differences.append(self._difference(kind, dict(zip(ranks, copies, strict=True))))
+        return differences
 
-    def _difference(self, kind: str, names: Mapping[int, str], values: Mapping[int, int]) -> Difference:
-        """Describe the difference between a group's ranks; ``values`` are their hashes, in rank order."""
-        usual = Counter(values.values()).most_common(1)[0][0]  # on a tie, the value of the lowest rank
-        ranks = tuple(rank for rank, value in values.items() if value != usual)
-        others = tuple(rank for rank, value in values.items() if value == usual)
-        name = names[ranks[0]]
+    def _difference(self, kind: str, copies: Mapping[int, tuple[str, int]]) -> Difference:
+        """Describe the difference between a group's ranks, each with its name of a parameter and its hash."""
+        # On a tie the value of the lowest rank is the usual one.
+        usual = Counter(value for _, value in copies.values()).most_common(1)[0][0]
+        ranks = tuple(rank for rank, (_, value) in copies.items() if value != usual)
+        others = tuple(rank for rank, (_, value) in copies.items() if value == usual)
+        name = copies[ranks[0]][0]
         what = f"the {kind} of {name!r}" if name else f"the {kind}"
         differ = "differs" if len(ranks) == 1 else "differ"
-        message = f"{what} on {self._listed(ranks)} {differ} from {self._listed(others)}"
-        return Difference(kind, name, ranks, others, message, tuple(names.items()))
-
-    def _listed(self, ranks: Sequence[int]) -> str:
-        """The first few ranks with their coordinates."""
-        more = [f"{len(ranks) - NAMED} more"] if len(ranks) > NAMED else []
-        return ", ".join([self._context.name_of(rank) for rank in ranks[:NAMED]] + more)
+        message = f"{what} on {listed(ranks, self._context)} {differ} from {listed(others, self._context)}"
+        names = tuple((rank, own_name) for rank, (own_name, _) in copies.items())
+        return Difference(kind, name, ranks, others, message, names)
 
     # --------------------------------------------------------------------------------------------------- repairing
 
     def check_in_turn(self, every: int) -> None:
-        """Count a step, made or skipped; every ``every`` steps call :meth:`stop_or_repair`."""
-        self._num_steps += 1
-        if self._num_steps % every == 0:
-            self.stop_or_repair(repair=self._context.config.repair_replicas)
+        """Count a step, made or skipped; after every ``every`` steps compare.
 
-    def stop_or_repair(self, *, repair: bool) -> None:
-        """Compare; on a difference raise on every rank, or repair it and warn on the main rank.
+        A difference is raised on every rank, or repaired with a warning on the main rank.
 
         Raises:
-            ReplicaDrift: there is a difference and ``repair`` is False; the same message on every rank.
+            ReplicaDrift: there is a difference, and ``repair_replicas`` is not set; the same message on every rank.
         """
-        differences = self.check()
-        if not differences:
+        self._num_steps += 1
+        if self._num_steps % every or not (differences := self.check()):
             return
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
         batches = [call.batch for call in (self._batches and self._batches.calls) or ()]
-        if (found := different_data(batches, self._context)) is not None:
-            reported += f". A model group had different data: {found}"
-        if not repair:
+        if (where := different_data(batches, self._context)) is not None:
+            reported += f". A model group had different data: {where}"
+        if not self._context.config.repair_replicas:
             raise ReplicaDrift(
                 f"replicas: {reported}. Replicas have diverged: check memory and kernels of the ranks that "
                 "differ, and code that changes weights on some ranks only; continue from a checkpoint, or set "
@@ -333,27 +299,23 @@ class Replicas:
             )
         self.repair(differences)
         if self._context.is_main:
-            warnings.warn(f"replicas: {reported}; copied from the lowest rank that holds it", stacklevel=4)
+            warnings.warn(f"replicas: {reported}; copied from the lowest rank that holds it", stacklevel=3)
 
     @torch.no_grad()
     def repair(self, differences: Iterable[Difference]) -> None:
         """Copy all kinds of values of the parameters in ``differences`` from the lowest rank of their group."""
-        affected = {(self._stage_of(rank), name) for found in differences for rank, name in found.names}
-        stage = self._stage_of(self._context.rank)
+        affected = {(self._stage_of(rank), name) for each in differences for rank, name in each.names}
+        stage, stage_axes = self._stage_of(self._context.rank), self._context.axes_of("stage")
         # Stages may have tied parameters in different orders; sorting makes the order of broadcasts equal.
-        for part in sorted(self._parts, key=lambda part: part.column):
-            if (stage, part.name) in affected:
-                for tensor in part.tensors():
-                    self._copy_from_lowest(tensor, part)
+        for each in sorted(self._compared, key=lambda each: each.column):
+            if (stage, each.name) not in affected:
+                continue
+            for tensor in each.tensors():
+                for axis in each.group.axes:  # in turn, from the first rank along it
+                    tied = each.tie is not None and axis in stage_axes
+                    broadcast_(tensor, each.tie.group if each.tie and tied else self._context.group_along(axis))
         if self._weights is not None:
             self._weights.write_back()
-
-    def _copy_from_lowest(self, tensor: torch.Tensor, part: _Part) -> None:
-        """Broadcast along each axis in turn, from its first rank."""
-        for name in part.group.axes:
-            tied = part.tie is not None and name in self._context.axes_of("stage")
-            group = part.tie.group if part.tie is not None and tied else self._context.group_along(name)
-            broadcast_(tensor, group)
 
 
 def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:

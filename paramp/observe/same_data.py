@@ -35,7 +35,7 @@ from .bit_hash import hash_bits
 NUM_COMPARED = 3
 """The batches that are compared at the start, of training and of evaluation each."""
 NAMED = 4
-"""The most ranks that a message lists."""
+"""The most ranks, and the most differences, that a message lists."""
 SAME_BATCH = (
     "The ranks of a model group hold one replica of the model, and need the same batch: use the loader that initialize "
     "returns, or a sampler with num_replicas=context.batch_axis.size, rank=context.batch_axis.rank"
@@ -114,22 +114,15 @@ class SameBatches:
         self._number += 1
         if self._left[training]:
             self._left[training] -= 1
-            self._check_first(batch)
+            everyone = gather_objects(_leaves(batch), self._context.model_group)
+            if (difference := _difference(everyone, self._ranks, self._context)) is not None:
+                raise ConfigError(f"{difference}. {SAME_BATCH}")
         elif self._later is not None:
-            self._check_later(self._later, training, batch)
-
-    def _check_first(self, batch: Batch) -> None:
-        everyone = gather_objects(_leaves(batch), self._context.model_group)
-        found = _difference(everyone, self._ranks, self._context)
-        if found is not None:
-            raise ConfigError(f"{found}. {SAME_BATCH}")
-
-    def _check_later(self, later: LaterBatches, training: bool, batch: Batch) -> None:
-        call = Leaf("the call", "a training batch" if training else "an evaluation", None)
-        everyone = later.differ(self._number, [call, *_leaves(batch, hashed=False)])
-        if everyone:
-            found = _difference([*everyone.values()], [*everyone], self._context)
-            self._raise_alone(ConfigError(f"{found}, in batch {self._number} of this engine. {SAME_BATCH}"))
+            call = Leaf("the call", "a training batch" if training else "an evaluation", None)
+            if by_rank := self._later.differ(self._number, [call, *_leaves(batch, hashed=False)]):
+                difference = _difference([*by_rank.values()], [*by_rank], self._context)
+                where = f"{difference}, in batch {self._number} of this engine"
+                self._raise_alone(ConfigError(f"{where}. {SAME_BATCH}"))
 
 
 def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | None:
@@ -173,16 +166,16 @@ def _difference(everyone: Sequence[Sequence[Leaf]], ranks: Sequence[int], contex
             continue
         differ = [rank for rank, leaf in zip(ranks, leaves, strict=True) if leaf == other]
         if other is None or usual is None or other.path != usual.path:
-            has, other_has = (leaf.path if leaf else "nothing more" for leaf in (usual, other))
-            path = "the batch"
+            path, has, other_has = "the batch", *(leaf.path if leaf else "nothing more" for leaf in (usual, other))
         else:
             path, has, other_has = usual.path, usual.kind, other.kind
         if has == other_has:
             other_has = "other values"
-        return f"{path}: {context.name_of(ranks[0])} has {has}, but {_listed(differ, context)} has {other_has}"
+        return f"{path}: {context.name_of(ranks[0])} has {has}, but {listed(differ, context)} has {other_has}"
     return None
 
 
-def _listed(ranks: Sequence[int], context: ParallelContext) -> str:
+def listed(ranks: Sequence[int], context: ParallelContext) -> str:
+    """The first few of ``ranks`` with their coordinates, and how many more there are."""
     more = [f"{len(ranks) - NAMED} more"] if len(ranks) > NAMED else []
     return ", ".join([context.name_of(rank) for rank in ranks[:NAMED]] + more)

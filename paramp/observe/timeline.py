@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,9 +94,8 @@ class Recorder:
         return self.origin + float(self._base.elapsed_time(moment)) / 1000
 
 
-@dataclass(frozen=True)
-class RankSpans:
-    """The spans of one rank."""
+class RankSpans(NamedTuple):
+    """The spans of one rank, by its name with coordinates."""
 
     name: str
     spans: list[Span]

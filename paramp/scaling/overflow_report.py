@@ -1,6 +1,6 @@
 """Reports of skipped steps: the values that were not finite, their ranks, and the remedy.
 
-To find the origin of a value that is not finite, the batch is run again (:mod:`paramp.observe.overflow_trace`).
+To find the origin of a value that is not finite, the batch is run again (:mod:`paramp.observe.overflow_diagnosis`).
 """
 
 from __future__ import annotations
@@ -144,19 +144,19 @@ class OverflowReport:
             return "backward" if self.origin.parameter is None else "weight gradient"
         return "forward" if self.origin.during == "forward" else "sum"
 
-    def _distance(self, found: NonFiniteGradient) -> tuple[bool, bool, bool]:
+    def _distance(self, gradient: NonFiniteGradient) -> tuple[bool, bool, bool]:
         """The sort key of a gradient: those closest to the origin first."""
         if (origin := self.origin) is None:
             return False, False, False
-        outside = not found.name.startswith(f"{origin.module}.")
-        return found.name != origin.parameter, found.place.rank != origin.place.rank, outside
+        outside = not gradient.name.startswith(f"{origin.module}.")
+        return gradient.name != origin.parameter, gradient.place.rank != origin.place.rank, outside
 
     def __str__(self) -> str:
         lines = []
         if self.origin is not None:
             lines += [self.origin.describe(self.scale), _size(self.origin.largest, "it")]
         elif self.gradients:
-            kinds = " and ".join(sorted({found.kind for found in self.gradients}))
+            kinds = " and ".join(sorted({gradient.kind for gradient in self.gradients}))
             lines.append(
                 f"gradients are not finite ({kinds}) at a loss scale of {self.scale:g}; the "
                 f"first is the gradient of {self.gradients[0].name} on {self.gradients[0].place}"
@@ -164,7 +164,7 @@ class OverflowReport:
         if self.unknown:
             lines.append(self.unknown)
         scale = self.scale if self.scaled else 1.0
-        lines += [found.describe(scale) for found in sorted(self.gradients, key=self._distance)[:SHOWN]]
+        lines += [gradient.describe(scale) for gradient in sorted(self.gradients, key=self._distance)[:SHOWN]]
         if len(self.gradients) > SHOWN:
             lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
         return "\n  ".join(lines) or "no gradient that is not finite was found"
@@ -182,10 +182,8 @@ def flaw(tensor: Any) -> Kind | None:
     if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     values = _values(tensor)
-    return None if bool(values.isfinite().all()) else _kind(values)
-
-
-def _kind(values: torch.Tensor) -> Kind:
+    if bool(values.isfinite().all()):
+        return None
     return "NaN" if bool(values.isnan().any()) else "inf"
 
 
@@ -213,20 +211,21 @@ def find_gradients(
     Args:
         stages: the pipeline stage of each parameter, by name. Missing names, or None: the rank's first stage.
     """
-    with_gradient = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
-    if not with_gradient:
+    gradients = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    if not gradients:
         return []
-    device = with_gradient[0][1].device
-    finite = torch.stack([_values(gradient).isfinite().all().to(device) for _, gradient in with_gradient]).tolist()
-    found = []
-    for (name, gradient), good in zip(with_gradient, finite, strict=True):
-        if not good:
-            values, place = _values(gradient), RankCoordinates.here(context, (stages or {}).get(name))
+    device = gradients[0][1].device
+    finite = torch.stack([_values(gradient).isfinite().all().to(device) for _, gradient in gradients]).tolist()
+    non_finite = []
+    for (name, gradient), is_finite in zip(gradients, finite, strict=True):
+        if kind := None if is_finite else flaw(gradient):
+            place, values = RankCoordinates.here(context, (stages or {}).get(name)), _values(gradient)
             count = int((~values.isfinite()).sum())
-            found.append(NonFiniteGradient(name, place, _kind(values), count, values.numel(), largest_finite(gradient)))
-    return found
+            non_finite.append(NonFiniteGradient(name, place, kind, count, values.numel(), largest_finite(gradient)))
+    return non_finite
 
 
-def gather_findings(found: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
-    """``found`` from every rank of ``group`` (None: the world), by rank; a collective."""
-    return gather_objects(found, group) if dist.is_available() and dist.is_initialized() else [found]
+def gather_findings(local_findings: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
+    """``local_findings`` of every rank of ``group`` (None: the world), by rank; a collective."""
+    distributed = dist.is_available() and dist.is_initialized()
+    return gather_objects(local_findings, group) if distributed else [local_findings]

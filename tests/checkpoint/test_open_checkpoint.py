@@ -13,7 +13,7 @@ from paramp.base.errors import CheckpointError
 from paramp.checkpoint import open_checkpoint
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.resharding import read_tensor
-from paramp.checkpoint.run_folder import checkpoints_in
+from paramp.engine.checkpoint_manager import checkpoints_in
 
 
 def test_what_was_opened_is_read_though_it_was_replaced(tmp_path):

@@ -397,7 +397,7 @@ def test_clipping_is_that_of_one_process(world, layout):
 def test_fp16_on_a_cpu_is_reported_once(caplog):
     from paramp.integrations import accelerate
 
-    accelerate._report_once.cache_clear()
+    accelerate._report_cpu.cache_clear()
     for _ in range(2):
         with alone() as (accelerator, model, _):
             seen = dtypes_of_layer(model)

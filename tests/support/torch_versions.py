@@ -45,7 +45,7 @@ SELECTION = [
     *(
         "tests/distributed/test_process_groups.py",
         "tests/engine/test_engine.py",
-        "tests/observe/test_overflow_trace.py",
+        "tests/observe/test_overflow_diagnosis.py",
     ),
     *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_params.py", "tests/scaling/test_grad_norm.py"),
     *("tests/scaling/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),

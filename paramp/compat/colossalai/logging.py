@@ -57,7 +57,7 @@ class DistributedLogger:
         Without an open context, this process counts as rank 0.
         """
         if ranks is None or (global_context.get_local_rank(parallel_mode) if current_context() else 0) in ranks:
-            self.logger.log(logging.getLevelNamesMapping()[_check(level)], "%s", message)
+            self.logger.log(logging.getLevelNamesMapping()[_checked_level(level)], "%s", message)
 
     debug = partialmethod(log, "DEBUG")
     info = partialmethod(log, "INFO")
@@ -66,7 +66,7 @@ class DistributedLogger:
 
     def set_level(self, level: str) -> None:
         """Ignore messages below ``level``: DEBUG, INFO (the default), WARNING or ERROR."""
-        self.logger.setLevel(_check(level))
+        self.logger.setLevel(_checked_level(level))
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
         """Write also to ``rank_R.log``, or ``rank_R_SUFFIX.log``, in the folder ``path``, which is made if missing."""
@@ -76,11 +76,11 @@ class DistributedLogger:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{rank}.log" if suffix is None else f"rank_{rank}_{suffix}.log"
         handler = logging.FileHandler(folder / name, mode, encoding="utf-8")
-        handler.setLevel(_check(level))
+        handler.setLevel(_checked_level(level))
         self._add(handler)
 
 
-def _check(level: Any) -> str:
+def _checked_level(level: Any) -> str:
     if level not in LEVELS:
         raise ConfigError(f"level: got {level!r}, expected one of {', '.join(LEVELS)}{nearest(level, LEVELS)}")
     return str(level)

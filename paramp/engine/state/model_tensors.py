@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class ParamChunks:
     def __post_init__(self, names_of: Mapping[nn.Parameter, list[str]]) -> None:
         first_names = {name: names[0] for names in names_of.values() for name in names}
         object.__setattr__(self, "first_names", first_names)
-        object.__setattr__(self, "num_parameters", sum(one.numel() for one in names_of))
+        object.__setattr__(self, "num_parameters", sum(parameter.numel() for parameter in names_of))
 
     def model_name(self, name: str) -> str:
         """The parameter ``name`` in a checkpoint."""
@@ -66,7 +65,7 @@ class ParamChunks:
 
     def frozen(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Chunk:
         """The chunk of the frozen ``parameter`` with ``values``, of its local shape."""
-        written = self.is_first_copy(parameter) and self._is_writer(parameter)
+        written = self.is_first_copy(parameter) and parameter in self._written
         return chunk_of(self.model_name(name), parameter, values, shape=self.shapes[name], written=written)
 
     def writes(self, param: FlatParam) -> bool:
@@ -78,15 +77,12 @@ class ParamChunks:
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
         # Under ZeRO each data rank writes its own part; else one of the data ranks that have the same elements writes.
-        return self.weights.is_partitioned or self._is_writer(param.parameter)
+        return self.weights.is_partitioned or param.parameter in self._written
 
     def is_first_copy(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first rank, at its coordinates on the batch axes, that holds this part of ``tensor``."""
         copies = set(replicated_axes(tensor, self.context)).difference(self.context.axes_of(*BATCH_ROLES))
         return all(self.context.coordinates[axis] == 0 for axis in copies)
-
-    def _is_writer(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._written
 
     @functools.cached_property
     def _written(self) -> set[torch.Tensor]:
@@ -151,39 +147,36 @@ class ModelTensors:
 
     def _check_state_dict(self) -> None:
         """Refuse entries that a user's module or hook adds to ``state_dict``."""
-        own = {name for name, _ in self._module.named_buffers(remove_duplicate=False)} | {
-            name for name, _ in self._module.named_parameters(remove_duplicate=False)
-        }
+        named = self._module.named_buffers, self._module.named_parameters
+        known = {name for tensors in named for name, _ in tensors(remove_duplicate=False)}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if name.rpartition(".")[2] == EXTRA_STATE:
-                self._check_extra_state(name, value)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in own:
+            owner, _, leaf = name.rpartition(".")
+            if leaf == EXTRA_STATE:
+                kind = type(self._module.get_submodule(owner))
+                # Transformer Engine's are scales, which it recomputes.
+                if value is not None and not kind.__module__.startswith("transformer_engine"):
+                    raise CheckpointError(
+                        f"{name}: {kind.__name__} has a get_extra_state(), which a checkpoint does not hold; make it "
+                        "buffers, or save it with engine.track(name, thing)"
+                    )
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and name not in known:
                 raise CheckpointError(
                     f"{name}: state_dict() has a tensor of that name, which is not a parameter or buffer of the model, "
                     "so it could not be loaded; make it a buffer, or save it with engine.track(name, thing)"
                 )
 
-    def _check_extra_state(self, name: str, value: Any) -> None:
-        """Refuse extra state, except Transformer Engine's: scales, which it recomputes."""
-        module = self._module.get_submodule(name.rpartition(".")[0])
-        if value is not None and not type(module).__module__.startswith("transformer_engine"):
-            raise CheckpointError(
-                f"{name}: {type(module).__name__} has a get_extra_state(), which a checkpoint does not hold; make it "
-                "buffers, or save it with engine.track(name, thing)"
-            )
-
-    def check(self, header: Header) -> None:
+    def check_names(self, header: Header) -> None:
         """Compare the names in the checkpoint with the model's. Every rank calls this.
 
         Raises:
             CheckpointError: on every rank: it lacks a tensor of the model, or has one that the model lacks.
         """
         buffers = gather_objects([name for name, _ in self._buffers()])
-        own = {*self._params.first_names.values(), *(name for names in buffers for name in names)}
+        whole = {*self._params.first_names.values(), *(name for names in buffers for name in names)}
         stored = {name.removeprefix(MODEL) for name in header.tensors if name.startswith(MODEL)}
         for names, where in (
-            (own - stored, "of the model is missing in the checkpoint"),
-            (stored - own, "is in the checkpoint and not in the model"),
+            (whole - stored, "of the model is missing in the checkpoint"),
+            (stored - whole, "is in the checkpoint and not in the model"),
         ):
             if names:
                 others = f", and {len(names) - 1} others" if len(names) > 1 else ""
@@ -200,8 +193,13 @@ class ModelTensors:
         untrained = [(name, value, value.contiguous()) for name, value in rest]
         read([*chunks, *(self._untrained_chunk(name, filled, header) for name, _, filled in untrained)])
         for name, value, filled in untrained:
-            if filled is not value:
-                self._copy_back(name, value, filled)
+            if filled is value:
+                continue
+            if resolved(value) is value:
+                value.copy_(filled)
+            else:  # a buffer that was replaced after initialize cannot be written to, so the copy replaces it
+                owner, _, leaf = name.rpartition(".")
+                self._module.get_submodule(owner)._buffers[leaf] = filled
         self._weights.take_masters(masters)
 
     def _untrained_chunk(self, name: str, values: torch.Tensor, header: Header) -> Chunk:
@@ -209,13 +207,6 @@ class ModelTensors:
         if name in self._frozen:
             return self._params.frozen(name, self._frozen[name], values)
         # The first data rank's if there is none of this one, as after a run on fewer ranks.
-        own = f"{DATA}{self._data_rank}.{name}"
-        return chunk_of(own if own in header.tensors else f"{MODEL}{name}", self._module.get_buffer(name), values)
-
-    def _copy_back(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        if resolved(value) is value:
-            value.copy_(filled)
-            return
-        # A buffer that was replaced after initialize cannot be written to, so the copy replaces it.
-        owner, _, leaf = name.rpartition(".")
-        self._module.get_submodule(owner)._buffers[leaf] = filled
+        local_name = f"{DATA}{self._data_rank}.{name}"
+        stored = local_name if local_name in header.tensors else f"{MODEL}{name}"
+        return chunk_of(stored, self._module.get_buffer(name), values)

@@ -40,7 +40,6 @@ class RandomStreams:
     def __init__(self, stages: Stages, context: ParallelContext) -> None:
         self._context = context
         self._engine = context.num_engines  # the engine under construction is not counted yet
-        self._device = context.device
         streams = [cast(RandomStream, stage.random) for stage in stages]
         self._streams = list(zip(context.local_stages, streams, strict=True))
         axes = context.stage_axis, context.batch_axis, context.tensor_axis
@@ -52,7 +51,7 @@ class RandomStreams:
         for stage, stream in self._streams:
             for name, state in zip(self._stage_names(stage, stream), stream.states, strict=True):
                 yield whole_chunk(name, state, written=first)
-        for index, state in enumerate(_default_states(self._device)):
+        for index, state in enumerate(_default_states(self._context.device)):
             yield whole_chunk(f"{self._rank_prefix}{index}", state)
 
     def _stage_names(self, stage: int, stream: RandomStream) -> list[str]:
@@ -64,26 +63,28 @@ class RandomStreams:
 
         ``read`` fills chunks from the checkpoint, a collective.
         """
-        own = list(self.chunks())
-        stored = [
-            # Copies: a stream's states are never changed in place.
-            whole_chunk(chunk.name, chunk.slices[0].values.clone())
-            for chunk in own
+        chunks = list(self.chunks())
+        loaded = {
+            chunk.name: chunk.slices[0].values.clone()  # as a stream's states are never changed in place
+            for chunk in chunks
             if chunk.name in header.tensors and header.tensors[chunk.name].shape == chunk.shape
-        ]
-        read(stored)
-        loaded = {chunk.name: chunk.slices[0].values for chunk in stored}
-        layout, own_layout = header.values["layout"], saved_layout(self._context)
+        }
+        read([whole_chunk(name, values) for name, values in loaded.items()])
+        saved, layout = header.values["layout"], saved_layout(self._context)
         for stage, stream in self._streams:
             names = self._stage_names(stage, stream)
-            if layout["stages"] == own_layout["stages"] and all(name in loaded for name in names):
+            if saved["stages"] == layout["stages"] and all(name in loaded for name in names):
                 stream.states = [loaded[name] for name in names]
             else:
                 begun = self._context.activation_stream(stage, engine=self._engine, num_steps=num_steps)
                 stream.states = begun.states
-        names = [chunk.name for chunk in own if chunk.name.startswith(self._rank_prefix)]
-        if layout == own_layout and all(name in loaded for name in names):
-            _set_default_states(self._device, [loaded[name] for name in names])
+        names = [chunk.name for chunk in chunks if chunk.name.startswith(self._rank_prefix)]
+        if saved == layout and all(name in loaded for name in names):
+            *default, encoded = (loaded[name] for name in names)
+            set_random_states(default, self._context.device)
+            python, numpy = decode(json.loads(encoded.numpy().tobytes()))
+            random.setstate(python)
+            np.random.set_state(tuple(numpy))
         else:
             torch.manual_seed(derive_seed(self._context.config.seed, "resumed", num_steps))
 
@@ -93,10 +94,3 @@ def _default_states(device: torch.device) -> list[torch.Tensor]:
     text = json.dumps(encode([random.getstate(), list(np.random.get_state())])).encode()
     # Padded, because a tensor in a checkpoint must have the expected shape.
     return [*random_states(device), torch.frombuffer(bytearray(text.ljust(PYTHON_STATE)), dtype=torch.uint8)]
-
-
-def _set_default_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    set_random_states(states[:-1], device)
-    python, numpy = decode(json.loads(states[-1].numpy().tobytes()))
-    random.setstate(python)
-    np.random.set_state(tuple(numpy))

@@ -109,7 +109,7 @@ class TrainingState:
 
     def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
-        self._model.check(header)
+        self._model.check_names(header)
         if everything:
             self._optimizer.check(header)
         self._model.load(fill, header)

@@ -16,7 +16,7 @@ from ...base import sizes
 from ...base.scratch import Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
-from ...optim.param_buffer import Buffer, FlatParam
+from ...optim.param_buffer import Buffer
 from ..window import AccumulationWindow
 from .full_state import full_state_dict
 from .model_tensors import ParamChunks
@@ -60,11 +60,14 @@ class WeightAverages:
         self._window.check_not_averaged()
         self._weights.put_back()
         self.begin()
-        tensors = [one for buffer in self._weights.buffers for one in (buffer.weights, *buffer.masters.state)]
-        kept = [one.clone() for one in tensors]
+        tensors = [values for buffer in self._weights.buffers for values in (buffer.weights, *buffer.masters.state)]
+        kept = [values.clone() for values in tensors]
         with self._window.averaged():
             try:
-                self._apply()
+                with torch.no_grad():
+                    for buffer, block, average in self._blocks():
+                        buffer.masters.write(block, average, self._scratch)
+                    self._weights.gather_weights()
                 yield
             finally:
                 with torch.no_grad():
@@ -72,25 +75,19 @@ class WeightAverages:
                         tensor.copy_(values)
 
     @torch.no_grad()
-    def _apply(self) -> None:
-        for buffer, own, average in self._blocks():
-            buffer.masters.write(own, average, self._scratch)
-        self._weights.gather_weights()
-
-    @torch.no_grad()
     def begin(self) -> None:
         """Set the averages to the weights, until a step has moved them."""
         if self._begun:
             return
-        for buffer, own, average in self._blocks():
-            average.copy_(buffer.masters.read(own, self._scratch))
+        for buffer, block, average in self._blocks():
+            average.copy_(buffer.masters.read(block, self._scratch))
 
     @torch.no_grad()
     def move(self, skip: torch.Tensor) -> None:
         """Move the averages towards the stepped weights, unless ``skip``, 0-dim bool on the device."""
         self._begun = True
-        for buffer, own, average in self._blocks():
-            weight = buffer.masters.read(own, self._scratch, compare=False)  # the step has just rounded it
+        for buffer, block, average in self._blocks():
+            weight = buffer.masters.read(block, self._scratch, compare=False)  # the step has just rounded it
             if weight.dtype is not average.dtype:
                 weight = self._scratch.like("weight", weight, average.dtype).copy_(weight)
             moved = self._scratch.like("moved", average, average.dtype)
@@ -103,26 +100,22 @@ class WeightAverages:
         for buffer in self._weights.buffers:
             assert buffer.average is not None
             for start in range(0, buffer.own_size, size):
-                own = slice(start, start + size)
-                yield buffer, own, buffer.average[own]
+                block = slice(start, start + size)
+                yield buffer, block, buffer.average[block]
 
     def chunks(self) -> Iterator[Chunk]:
         """All chunks of this rank. Of the ranks that hold the same chunk, one writes it."""
         self.begin()
+        yield from self._chunks()
+
+    def _chunks(self) -> Iterator[Chunk]:
+        local = set(self._params.stepped_here())
         for buffer in self._weights.buffers:
-            for param in self._held(buffer):
-                yield self._chunk(buffer, param)
-
-    def _held(self, buffer: Buffer) -> Iterator[FlatParam]:
-        here = set(self._params.stepped_here())
-        return (param for param in buffer.params if param in here)
-
-    def _chunk(self, buffer: Buffer, param: FlatParam) -> Chunk:
-        assert buffer.average is not None
-        return self._params.trained(param, self._name(param), buffer.average[buffer.own_range(param)])
-
-    def _name(self, param: FlatParam) -> str:
-        return f"{EMA}{self._params.first_names[param.name]}"
+            assert buffer.average is not None
+            for param in buffer.params:
+                if param in local:
+                    name = f"{EMA}{self._params.first_names[param.name]}"
+                    yield self._params.trained(param, name, buffer.average[buffer.own_range(param)])
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """Fill the averages after weights and masters; ``read`` fills chunks from the checkpoint, a collective.
@@ -132,6 +125,5 @@ class WeightAverages:
         self._begun = False
         self.begin()
         if everything and any(name.startswith(EMA) for name in header.tensors):
-            pairs = [(buffer, param) for buffer in self._weights.buffers for param in self._held(buffer)]
-            read([self._chunk(buffer, param) for buffer, param in pairs if self._name(param) in header.tensors])
+            read([chunk for chunk in self._chunks() if chunk.name in header.tensors])
             self._begun = True

@@ -1,5 +1,6 @@
 """``amp.initialize``, ``reset``, ``master_params``, ``state_dict`` and ``load_state_dict``."""
 
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -92,7 +93,11 @@ def _begin(
             "amp.initialize: it was called before; pass all models and optimizers to one call, as lists, or call "
             "amp.reset() first to start over with new ones"
         )
-    properties, precision = _parse(opt_level, overrides, options)
+    try:
+        properties = apex_properties(opt_level, overrides)
+        precision = Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
+    except ConfigError as error:
+        raise AmpError(str(error)) from None
     check_models(models, cast=precision.weights is not torch.float32)
     check_optimizers(optimizers)
     state.verbosity = options["verbosity"]
@@ -102,15 +107,6 @@ def _begin(
     scalers = [LossScaler(loss_id, scaling, dynamic=dynamic) for loss_id in range(options["num_losses"])]
     state.session = Session(precision, properties, scalers, models)
     _prepare(state.session, optimizers, cast_outputs=options["cast_model_outputs"] is not None)
-
-
-def _parse(opt_level: str, overrides: dict[str, Any], options: Mapping[str, Any]) -> tuple[Properties, Precision]:
-    """``opt_level`` with its overrides, as Apex's properties and as a mode."""
-    try:
-        properties = apex_properties(opt_level, **overrides)
-        return properties, Precision.parse({"mode": AMP_TYPE.APEX, "opt_level": opt_level, **overrides, **options})
-    except ConfigError as error:
-        raise AmpError(str(error)) from None
 
 
 def _as_list(name: str, given: Any) -> list[Any]:
@@ -192,7 +188,12 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     state.require("load_state_dict")
     scalers = {f"loss_scaler{scaler.loss_id}": scaler for scaler in state.loss_scalers}
-    unknown = [name for name in state_dict if not _is_entry(name, state_dict[name])]
+    unknown = [
+        name
+        for name, entry in state_dict.items()
+        if not (isinstance(name, str) and re.fullmatch(r"loss_scaler\d+", name))
+        or not (isinstance(entry, Mapping) and {"loss_scale", "unskipped"} <= set(entry))
+    ]
     if unknown:
         raise AmpError(
             f"amp.load_state_dict: unexpected {', '.join(map(repr, unknown))}, expected entries such as "
@@ -207,8 +208,3 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     for name, scaler in scalers.items():
         if name in state_dict:
             scaler.load(state_dict[name]["loss_scale"], state_dict[name]["unskipped"])
-
-
-def _is_entry(name: object, entry: object) -> bool:
-    named = isinstance(name, str) and name.removeprefix("loss_scaler").isdecimal() and name.startswith("loss_scaler")
-    return named and isinstance(entry, Mapping) and {"loss_scale", "unskipped"} <= set(entry)

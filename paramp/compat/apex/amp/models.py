@@ -5,10 +5,9 @@ A model keeps its class. Its ``forward`` becomes an :class:`AmpForward`, which c
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from ....base.module_surgery import cast_parameters
 from ....base.torch_internals import take
+from ....base.trees import children, rebuilt
 from ....engine.compute_context import ComputeContext
 from ....precision.policy import Precision
 from .errors import AmpError
@@ -91,14 +91,9 @@ class AmpForward:
             args, kwargs = _map_cast((args, kwargs), casts.inputs)
         active = state.session is None or state.session.casts_active
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        with compute_context(casts.precision, device).enter(autocast=active):
+        with ComputeContext(casts.precision, device).enter(autocast=active):
             output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         return _map_cast(output, casts.outputs)
-
-
-def compute_context(precision: Precision, device: torch.device) -> ComputeContext:
-    """The compute context of forwards and backwards on ``device``."""
-    return ComputeContext(precision, device)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -108,29 +103,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return value.to(wanted) if value.is_floating_point() else value
     if _has_to(value):  # a batch of the user's own class
         return value if isinstance(value, nn.Module) else value.to(dtype or torch.float32)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _cast_fields(value, dtype)
-    return _cast_items(value, dtype) if isinstance(value, Mapping) else value
-
-
-def _cast_fields(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a dataclass instance, also a frozen one, with its fields cast. The original is not changed."""
-    changed = copy.copy(value)
-    for entry in fields(value):
-        if hasattr(value, entry.name):
-            object.__setattr__(changed, entry.name, _map_cast(getattr(value, entry.name), dtype))
-    return changed
-
-
-def _cast_items(value: Mapping[Any, Any], dtype: torch.dtype | None) -> Any:
-    """A mapping of the same class, for classes that torch's pytrees treat as leaves."""
-    items = {key: _map_cast(item, dtype) for key, item in value.items()}
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]
-    changed = copy.copy(value)
-    for key, item in items.items():  # not update(), which some such classes do not support
-        changed[key] = item
-    return changed
+    parts = children(value)  # of dataclasses, and of mappings that torch's pytrees treat as leaves
+    if parts is None:
+        return value
+    changed = rebuilt(value, {key: _map_cast(part, dtype) for key, part in parts.items()})
+    return changed if isinstance(changed, type(value)) else type(value)(changed)
 
 
 def _has_to(value: object) -> bool:

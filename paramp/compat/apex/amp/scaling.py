@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....engine.compute_context import ComputeContext
 from .errors import AmpError
-from .models import compute_context
 from .optimizers import ApexOptimizer
 from .session import LossScaler, Session, state
 from .weights import AmpWeight, take_up_changes, unscale_
@@ -51,8 +51,13 @@ def scale_loss(
     session = state.require("scale_loss")
     if session is None:
         return nullcontext(loss)
-    scaler = _scaler_of(loss_id, session)
-    return _scaled(session, scaler, loss, optimizers, delay_unscale, delay_overflow_check)
+    count = len(session.loss_scalers)
+    if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < count:
+        raise AmpError(
+            f"amp.scale_loss: got loss_id {loss_id!r}, expected an integer from 0 to {count - 1}, below the num_losses "
+            "of amp.initialize"
+        )
+    return _scaled(session, session.loss_scalers[loss_id], loss, optimizers, delay_unscale, delay_overflow_check)
 
 
 @contextmanager
@@ -93,22 +98,12 @@ def _backward(session: Session, weights: Sequence[AmpWeight], scale: float) -> I
             weight.begin(scale)
     try:
         # The backward also needs the forward's contexts: for its fp16 products, and for recomputation in checkpointing.
-        with compute_context(session.precision, session.device).enter():
+        with ComputeContext(session.precision, session.device).enter():
             yield
     except BaseException:
         for weight in weights:
             weight.give_up()
         raise
-
-
-def _scaler_of(loss_id: int, session: Session) -> LossScaler:
-    count = len(session.loss_scalers)
-    if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < count:
-        raise AmpError(
-            f"amp.scale_loss: got loss_id {loss_id!r}, expected an integer from 0 to {count - 1}, below the num_losses "
-            "of amp.initialize"
-        )
-    return session.loss_scalers[loss_id]
 
 
 def _unscale_others(weights: Iterable[AmpWeight], scale: float, found_inf: torch.Tensor) -> bool:

@@ -94,7 +94,7 @@ def convert_to_amp(
         ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are.
     """
     precision = _parse(mode, amp_config)
-    _check(model, optimizer, criterion, precision)
+    _check_arguments(model, optimizer, criterion, precision)
     names_of = names_by_parameter(model)
     check_optimizer(optimizer, names_of)
     compute = ComputeContext.of(model, precision)
@@ -145,7 +145,7 @@ def _parse(mode: Mode, amp_config: Options | None) -> Precision:
     return Precision.parse({**options, "mode": mode} if has_options else mode)
 
 
-def _check(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> None:
+def _check_arguments(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> None:
     for name, value, kind, what in (
         ("model", model, nn.Module, "an nn.Module"),
         ("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer over the model's parameters"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,10 @@ class Trainer:
 
     def fit(
         self,
-        train_dataloader: Iterable[Any],
+        train_dataloader: Any,
         epochs: int,
         max_steps: int | None = None,
-        test_dataloader: Iterable[Any] | None = None,
+        test_dataloader: Any | None = None,
         test_interval: int = 1,
         hooks: Sequence[BaseHook] | None = None,
         display_progress: bool = False,
@@ -67,7 +67,7 @@ class Trainer:
         Raises:
             ConfigError: a hook is no :class:`~paramp.compat.colossalai.trainer.hooks.BaseHook`.
         """
-        self.steps_per_epoch, self.max_epochs, self.max_steps = _length(train_dataloader), epochs, max_steps
+        self.steps_per_epoch, self.max_epochs, self.max_steps = len(train_dataloader), epochs, max_steps
         self._attach(hooks)
         self._call("before_train")
         self.cur_step = max(self.cur_step, self.cur_epoch * self.steps_per_epoch)
@@ -82,7 +82,7 @@ class Trainer:
 
     def evaluate(
         self,
-        test_dataloader: Iterable[Any],
+        test_dataloader: Any,
         hooks: Sequence[BaseHook] | None = None,
         display_progress: bool = False,
         return_output_label: bool = True,
@@ -107,20 +107,20 @@ class Trainer:
             self._logger.info(f"hooks, in the order of their calls: {names}", ranks=[0])
         self._call("after_hook_is_attached")
 
-    def _test(self, loader: Iterable[Any], display_progress: bool, return_output_label: bool) -> None:
+    def _test(self, loader: Any, display_progress: bool, return_output_label: bool) -> None:
         self._call("before_test")
         with torch.no_grad():
             self._run(loader, "test", display_progress, return_output_label)
         self._call("after_test")
 
-    def _run(self, loader: Iterable[Any], phase: str, display_progress: bool, return_output_label: bool) -> None:
+    def _run(self, loader: Any, phase: str, display_progress: bool, return_output_label: bool) -> None:
         """One epoch of ``phase``, ``train`` or ``test``."""
         training, name = phase == "train", phase.capitalize()
         shows = display_progress and self.engine.context.is_main and sys.stderr.isatty()
         self.engine.train(training)
         self._call(f"before_{phase}_epoch")
         self.timer.start(f"{name}-epoch")
-        batches, count = iter(loader), _length(loader)
+        batches, count = iter(loader), len(loader)
         for number in range(1, count + 1):
             self._call(f"before_{phase}_iter")
             self.timer.start(f"{name}-step")
@@ -157,7 +157,3 @@ class Trainer:
     def _call(self, moment: str, *results: Any) -> None:
         for hook in self.hooks:
             getattr(hook, moment)(self, *results)
-
-
-def _length(loader: Any) -> int:
-    return len(loader)
