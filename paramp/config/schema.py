@@ -102,7 +102,7 @@ class Config:
     """The seed of every random number: weights, dropout, the order of the data."""
     emulate_fp16: bool | Literal["auto"] = "auto"
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round
-    (:mod:`paramp.precision.fp16_emulation`)."""
+    (:mod:`paramp.precision.fp16_emulation_cpu`)."""
     user: Mapping[str, Any] = field(default_factory=dict)
     """The user's own keys, in capitals."""
 
