@@ -19,11 +19,11 @@ from ...checkpoint.chunks import chunk_of
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
 from ..chunk_gradients import ChunkGradients
-from ..functions import unwatched
-from ..totals import ChunkTotals
-from .trace import Key, TraceWriter
+from ..forwards import unwatched
+from ..microchunk_run import MicrochunkTotals
+from .tensor_trace import Key, TraceWriter
 
 
 class ExactRecorder(Observer):
@@ -36,9 +36,9 @@ class ExactRecorder(Observer):
 
     def __init__(self, engine: Engine, modules: Sequence[tuple[str, nn.Module]], trace: TraceWriter) -> None:
         """``modules``: this rank's, with their names in the whole model."""
-        gradients, totals = engine._weights.gradients, engine._losses.totals
+        gradients, totals = engine._weights.gradients.reduction, engine._losses.totals
         assert isinstance(gradients, ChunkGradients)
-        assert isinstance(totals, ChunkTotals)
+        assert isinstance(totals, MicrochunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
         gradients.compares_replicas = False  # a difference between tensor ranks is for the report
         self._data_rank = engine.context.batch_axis.rank
