@@ -16,10 +16,10 @@ from ...tools.verify.activation_recorder import RankRecord, local_modules
 from ...tools.verify.compare import layout_name
 from ...tools.verify.launch import digest_of, local_rows, prepared
 from ...tools.verify.options import Options
-from .compare import compare_exactly
-from .recorder import ExactRecorder
-from .report import ExactReport
-from .trace import TraceWriter, read
+from .bits_report import ExactReport
+from .compare_bits import compare_exactly
+from .exact_recorder import ExactRecorder
+from .tensor_trace import TraceWriter, read
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1
