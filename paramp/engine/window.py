@@ -121,7 +121,7 @@ class AccumulationWindow:
     def begin_backward(self, batch: Batch | None) -> None:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         if self.state is not State.AVERAGED:
-            self._check_source()
+            self._check_foreign_backward()
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(Event.BACKWARD)
@@ -159,7 +159,7 @@ class AccumulationWindow:
             with self.failing():
                 if self._failure.is_shared:
                     self._failure.check()
-                self._check_source()
+                self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
         self._go(event)
@@ -177,7 +177,7 @@ class AccumulationWindow:
         with self.failing():
             return self.losses.mean()
 
-    def _check_source(self) -> None:
+    def _check_foreign_backward(self) -> None:
         """Raise if a backward of the user's has accumulated gradients."""
         if self.foreign.handles:
             self.foreign.stop()

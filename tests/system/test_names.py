@@ -24,7 +24,7 @@ MANY_ARGUMENTS = {
 """Constructors with more than six arguments that are still to be split."""
 PUBLIC = {"DistributedGradScaler"}
 """Constructors whose arguments are a contract."""
-CRUMBS = 20
+CRUMBS = 17
 """At most so many short files with one importer; wanted: 10."""
 
 
