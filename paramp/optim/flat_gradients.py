@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.collectives import sum_
 from ..base.dtensor import is_dtensor, local
-from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..precision.policy import Precision
@@ -71,7 +69,6 @@ class FlatGradients:
         self._parameters = [param.parameter for param in params]
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
-        self._leaves: Leaves = {}
         self._buffers = buffers
         self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
         self._ranges = ranges
@@ -147,11 +144,6 @@ class FlatGradients:
                 buffer.make_gradients()
             self._views = [param.gradient for param in self._params]
             self._local_views = [param.local_gradient for param in self._params]
-            self._leaves = {
-                id(parameter): (make_leaf(parameter, gradient), gradient)
-                for parameter, gradient in zip(self._parameters, self._views, strict=True)
-                if is_dtensor(parameter) and is_dtensor(gradient)
-            }
             self._addresses = _Addresses(self._buffer_of)
             self._zeros.update(zip(self._params, self._versions(), strict=True))
         if outside := self._outside():
@@ -166,15 +158,6 @@ class FlatGradients:
         if self._addresses is None:
             return [0] * len(self._params)
         return list(map(operator.add, map(VERSION, self._views), map(VERSION, self._local_views)))
-
-    def local_leaves(self) -> AbstractContextManager[None]:
-        """A context for a forward and its backward, whose layers compute on leaves (:mod:`paramp.base.local_leaves`).
-
-        The parameters' own nodes are not in its graph.
-        """
-        # Without leaves too, activations such as sharded logits keep their local tensors in it.
-        used = bool(self._leaves) or self._context.tensor_axis.size > 1
-        return using(self._leaves) if used else nullcontext()
 
     @torch.no_grad()
     def _take_back(self, params: Iterable[FlatParam]) -> None:

@@ -55,7 +55,6 @@ class UnitGradients(FlatGradients):
                 "it, and change the gradient in engine.before_step instead"
             )
         super().begin_window()
-        self._leaves = {}
 
     def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
         """As in the base class."""
