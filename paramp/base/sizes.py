@@ -1,8 +1,7 @@
 """How much a loop over memory or over a file takes at a time: every such size, so that one place tells and sets them.
 
-Read them when they are used, as ``sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on them,
-but where a document is cut into parts (:data:`TEXT_READ`, :data:`TOKENIZED`). What defines an arithmetic, such as the
-rows of the norm, is with its code.
+Read them when they are used, as ``sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on them.
+What defines an arithmetic, such as the rows of the norm, is with its code.
 """
 
 STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}
@@ -46,9 +45,3 @@ TRACE_FILE = 2**28
 
 CHECKED_READ = 2**22
 """Bytes of a checkpoint's file that are read at once for its checksum."""
-TEXT_READ = 2**22
-"""The most bytes of a text that are read or encoded at once."""
-TOKENIZED = 2**20
-"""The most characters that a tokenizer encodes at once."""
-TOKENS_READ = 2**18
-"""Tokens that are read at once from a source of which all are read."""

@@ -13,6 +13,9 @@ from ..base.errors import ConfigError, one_line, shown
 from ..precision.policy import FOREIGN_NAMES, Precision
 from .schema import Config
 
+SCRIPT_TABLES = ("train", "model")
+"""Tables in files of ``launch/train.py``, which takes them out before it makes a :class:`Config`."""
+
 
 def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """A :class:`Config` from a dict or a ``.toml`` or ``.py`` file; a Config is returned unchanged.
@@ -33,6 +36,12 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
             f"config: got {type(source).__name__}, expected a dict, a Config, or a path to a .toml or .py file"
         )
     tree = merge(source, overrides or {})
+    for name in SCRIPT_TABLES:
+        if name in tree:
+            raise ConfigError(
+                f"{name}: no key of the library, but a table of launch/train.py, which takes it out of its file; "
+                "remove it here, or give the file to that script with --config"
+            )
     if "user" in tree:
         raise ConfigError("user: no such key; write your own keys in capitals, at the top level")
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}

@@ -19,7 +19,6 @@ from ..base.errors import nearest, one_line, require, shown
 from ..precision.policy import STORAGE, Precision
 from .layout import ParallelConfig
 from .reproducible import MODES, Reproducible, is_power_of_two
-from .training import TrainConfig
 
 DEFAULT_SEED = 1024
 COMPILE_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -103,17 +102,12 @@ class Config:
     """The seed of every random number: weights, dropout, the order of the data."""
     emulate_fp16: bool | Literal["auto"] = "auto"
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round
-    (:mod:`paramp.precision.fp16_emulation`)."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """The job of ``launch/train.py``."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the model's config that replace those of the preset ``train.model``: ``model.num_layers``. Read by
-    ``launch/train.py``."""
+    (:mod:`paramp.precision.fp16_emulation_cpu`)."""
     user: Mapping[str, Any] = field(default_factory=dict)
     """The user's own keys, in capitals."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("parallel", ParallelConfig), ("precision", Precision), ("train", TrainConfig)):
+        for name, kind in (("parallel", ParallelConfig), ("precision", Precision)):
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
         object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
         exact = convert(self.reproducible, bool | Reproducible, "reproducible")
@@ -188,8 +182,8 @@ class Config:
         raise AttributeError(f"the configuration has no key {name!r}{nearest(name, keys(Config))}")
 
 
-def flatten(config: Config) -> dict[str, Any]:
-    """Every setting as ``{"parallel.tensor.size": 2, ...}``, with plain values for printing and for JSON."""
+def flatten(config: Any) -> dict[str, Any]:
+    """Every setting of a dataclass as ``{"parallel.tensor.size": 2, ...}``, with plain values for printing and JSON."""
     return {key: _plain(value) for key, value in _settings(config, "")}
 
 

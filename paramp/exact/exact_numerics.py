@@ -23,7 +23,8 @@ from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
 from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
-from ..optim.flat_gradients import FlatGradients
+from ..optim.flat_gradients import GradientReduction
+from ..optim.gradient_reduction import UnitReduction
 from ..parallel.adapters import ModelAdapter
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
@@ -98,14 +99,14 @@ class ExactNumerics(Numerics):
         self.place = Place(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
 
     def plan(
-        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, default: Callable[[], dict[str, Any]]
+        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, context: ParallelContext
     ) -> dict[str, ParallelStyle]:
         """The style of each module in slices, on one tensor rank too."""
         from .plan import sliced_plan
 
         place = self.place
-        own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
-        with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
+        own = adapter.resolved(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
+        with_sequence = own if plan is not None else adapter.resolved(_plan_of(adapter, place, True))
         return sliced_plan(adapter.model, own, with_sequence, place)
 
     def watch(
@@ -138,9 +139,9 @@ class ExactNumerics(Numerics):
 
         apply_sliced_plan(module, styles)
 
-    def gradients(self, default: type[FlatGradients]) -> type[FlatGradients]:
-        """Gradients that are added up in a tree over chunks."""
-        return ChunkGradients if default is FlatGradients else ShardedChunkGradients
+    def gradient_reduction(self, default: type[GradientReduction]) -> type[GradientReduction]:
+        """Gradients are added up in a tree over chunks."""
+        return ShardedChunkGradients if default is UnitReduction else ChunkGradients
 
     def connect(
         self,
@@ -152,7 +153,7 @@ class ExactNumerics(Numerics):
         step_counts: Callable[[], list[int]],
     ) -> None:
         """Watch buffers, tied parameters and losses."""
-        gradients, context = params.weights.gradients, params.context
+        gradients, context = params.weights.gradients.reduction, params.context
         assert isinstance(gradients, ChunkGradients)
         own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
         _attach(stages.module, gradients.assign_stages(own, params.first_names))

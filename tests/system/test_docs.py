@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import ROOT, run, succeeded
 from pool import run_on_ranks
+from train_app.settings import configure
 
 import paramp
 from paramp.amp import AMP_TYPE
@@ -230,8 +231,8 @@ def test_pages_have_the_versions_of_the_project():
 
 def test_make_train_is_what_the_readme_says():
     assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
-    config = load(ROOT / "launch" / "tiny.toml")
-    layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, config.train.data
+    config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
+    layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
 
 

@@ -13,8 +13,8 @@ from ...base.collectives import gather_objects
 from ...base.errors import CheckpointError
 from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import MODEL, Header, StoredTensor
-from ...optim.flat_params import NO_GROUP
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
+from ...optim.flat_weights import NO_GROUP
 from .model_tensors import ParamChunks
 
 OPTIMIZER = "optimizer."

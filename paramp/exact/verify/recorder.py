@@ -19,7 +19,7 @@ from ...checkpoint.chunks import chunk_of
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
 from ..chunk_gradients import ChunkGradients
 from ..functions import unwatched
 from ..totals import ChunkTotals
@@ -36,7 +36,7 @@ class ExactRecorder(Observer):
 
     def __init__(self, engine: Engine, modules: Sequence[tuple[str, nn.Module]], trace: TraceWriter) -> None:
         """``modules``: this rank's, with their names in the whole model."""
-        gradients, totals = engine._weights.gradients, engine._losses.totals
+        gradients, totals = engine._weights.gradients.reduction, engine._losses.totals
         assert isinstance(gradients, ChunkGradients)
         assert isinstance(totals, ChunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace

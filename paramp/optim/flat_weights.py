@@ -1,6 +1,6 @@
 """Trained parameters, gradients and masters of a rank in flat buffers.
 
-All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.param_buffer.Buffer` s, by
+All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.flat_buffer.Buffer` s, by
 dtype. The model's parameters and gradients are views of them, so that nothing is copied, the step runs over a few
 ranges instead of hundreds of tensors, and a reduction over data ranks is one collective per buffer.
 
@@ -22,9 +22,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.collectives import all_gather_shards
@@ -34,15 +34,12 @@ from ..distributed.numerics import Numerics
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
-from ..scaling.replicas import TiedParameter
 from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
-from .flat_gradients import FlatGradients
+from .flat_buffer import Buffer, FlatParam, in_buckets
+from .flat_gradients import FlatGradients, GradientReduction
 from .master_weights import cast_weights, trained_and_frozen
 from .matrices.exchange import MatrixExchange
-from .param_buffer import Buffer, FlatParam, StepRanges, in_buckets
-from .sharded_gradients import ShardedGradients, Units
-from .zero import gather_weights
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""
@@ -71,38 +68,36 @@ class FlatWeights:
     def __init__(
         self,
         module: nn.Module,
-        numerics: Numerics,
-        context: ParallelContext,
         optimizers: Sequence[torch.optim.Optimizer],
         group_of: Mapping[str, tuple[int, int]],
-        ties: Sequence[TiedParameter] = (),
-        units: Units | None = None,
+        reduction: GradientReduction,
+        numerics: Numerics,
+        context: ParallelContext,
     ) -> None:
         """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
 
         Args:
             group_of: the indices of the optimizer and of its param group of each parameter, by any of its names.
-            ties: the tied parameters of ``module``, as recorded in the context.
-            units: those into which FSDP2 has sharded ``module``; None if it has not.
+            reduction: how gradients are summed, also of the tied parameters of ``module`` and FSDP2's units in it.
         """
-        self._context = context
+        self._context, units = context, reduction.units
         self.numerics, precision = numerics, context.config.precision
         stored = precision if units is None else precision.as_sharded
         if units is not None and not numerics.units_reduce:
             stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
         originals = cast_weights(module, stored, untrained=precision.weights)
-        for tie in ties:
+        for tie in reduction.ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)
         num_parts = context.batch_axis.size if context.config.parallel.zero > 0 else 1
         self.is_partitioned = num_parts > 1
-        self.params = [
-            FlatParam(name, parameter, *group_of.get(name, NO_GROUPS), norm_weight(parameter, context) * num_parts)
-            for name, parameter in trained
-        ]
         sizes = {} if units is None else units.padded_sizes()
-        for param in self.params:
-            param.reserved = sizes.get(param.parameter, 0)
+        self.params = [
+            FlatParam(
+                name, one, *group_of.get(name, NO_GROUPS), norm_weight(one, context) * num_parts, sizes.get(one, 0)
+            )
+            for name, one in trained
+        ]
         self.names = [param.name for param in self.params]
         self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
@@ -124,8 +119,7 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        given = self.params, self.buffers, StepRanges(self.buffers).everything, self.frozen, ties, stored, context
-        self.gradients = _gradients(given, units, numerics)
+        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 
@@ -228,7 +222,6 @@ class OptimizerWeights:
         optimizer: the user's.
         params: its parameters, in the model's order.
         buffers: the buffers that hold them; no other optimizer's.
-        step_ranges: the ranges of the buffers that are stepped with the same options.
         changes: those of all weights.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
@@ -240,7 +233,6 @@ class OptimizerWeights:
         self.optimizer = optimizer
         self.params = [param for param in weights.params if param.optimizer == index]
         self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
-        self.step_ranges = StepRanges(self.buffers)
         self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
         self.is_partitioned = weights.is_partitioned
@@ -291,14 +283,11 @@ class OptimizerWeights:
         gather_weights(self.buffers, self._context.batch_axis.group)
 
 
-def _gradients(given: tuple[Any, ...], units: Units | None, numerics: Numerics) -> FlatGradients:
-    """The gradients of the parameters in ``given``, the arguments of :class:`FlatGradients`."""
-    gradients: FlatGradients
-    if units is None:
-        gradients = numerics.gradients(FlatGradients)(*given)
-    else:
-        gradients = numerics.gradients(ShardedGradients)(*given, units=units)
-    return gradients
+def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
+    """All-gather the stepped weights over ``group``: one all-gather for each buffer."""
+    for buffer in buffers:
+        if buffer.num_parts > 1:
+            all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

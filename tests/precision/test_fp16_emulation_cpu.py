@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paramp.precision.capabilities import has_native_fp16
-from paramp.precision.fp16_emulation import emulate_fp16
+from paramp.precision.fp16_emulation_cpu import emulate_fp16
 
 
 def drawn(*shapes, seed=0):
@@ -95,9 +95,8 @@ def test_products_outside_and_in_other_threads_are_torchs():
     def look(name):
         seen[name] = is_emulated(lambda: x @ x), is_emulated(lambda: torch.mm(x, x, out=torch.empty_like(x)))
 
-    context = emulate_fp16()
-    with context:
-        with context:
+    with emulate_fp16():
+        with emulate_fp16():
             look("inner")
         look("outer")
         thread = threading.Thread(target=look, args=["thread"])

@@ -2,16 +2,15 @@
 
 import errno
 import os
-import pickle
 import struct
 from unittest import mock
 
 import numpy as np
 import pytest
-from commands import COLD, python, succeeded
+from commands import COLD, ROOT, python, succeeded
+from train_app.corpus import load_corpus
 
 from paramp import DataError
-from paramp.data.corpus import load_corpus
 
 
 def megatron(name, sequences, code=8, dtype="<u2", **changes):
@@ -53,29 +52,24 @@ def modify(path, how):
 
 
 CHANGES = {
-    "written to": r"t.bin' was changed during the run, found at byte {place}: it was written to since .* at \d\d\d\d-",
-    "longer": r"at byte {place}: it had 200 bytes when it was opened and has 201 now; restore the file",
+    "written to": r"t.bin' was changed during the run, found at byte 80: it was written to since .* at \d\d\d\d-",
+    "longer": r"at byte 80: it had 200 bytes when it was opened and has 201 now; restore the file",
     "truncated": r"t.bin' ends at byte 100, but a read expected bytes up to 120",
-    "replaced": r"it was replaced by another file since it was opened",
-    "missing": r"t.bin' cannot be opened again, to read from byte 0 on: No such file or directory; restore",
+    "replaced": None,
+    "missing": None,
 }
+"""What is done to the file, and the error of the next read. None: what was opened is read on."""
 
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_file_that_changes_during_the_run_is_an_error_if_its_tokens_may_be_others(path, how):
-    """An open file that is deleted or replaced is still read, but a new process does not find it."""
     source = load_corpus(str(path)).training
-    pickled = pickle.dumps(source)
-    assert pickle.loads(pickled).read(0, 2).tolist() == [0, 0]
     modify(path, how)
-    if how in ("replaced", "missing"):
+    if CHANGES[how] is None:
         assert source.read(40, 20).tolist() == [0] * 20
     else:
-        with pytest.raises(DataError, match=CHANGES[how].format(place=80)):
+        with pytest.raises(DataError, match=CHANGES[how]):
             source.read(40, 20)
-    if how != "truncated":  # of which a read finds the end
-        with pytest.raises(DataError, match=CHANGES[how].format(place=0)):
-            pickle.loads(pickled)
 
 
 def test_a_failing_disk_is_an_error(path, monkeypatch):
@@ -92,8 +86,7 @@ def test_reading_four_gigabytes_takes_constant_memory(tmp_path):
     os.truncate(path, 2**32)
     script = (
         "import re, sys, paramp\n"
-        "from paramp.data.corpus import load_corpus\n"
-        "from paramp.data.sampling import training_windows, held_out_windows\n"
+        "from train_app.corpus import held_out_windows, load_corpus, training_windows\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) // 1024\n"
         "before = peak()\n"
         "corpus = load_corpus(sys.argv[1], default_vocab_size=50257)\n"
@@ -102,7 +95,7 @@ def test_reading_four_gigabytes_takes_constant_memory(tmp_path):
         "    held_out_windows(corpus.held_out, 1024, 0, 64, 64)\n"
         "print(len(corpus.training) + len(corpus.held_out), before, peak())\n"
     )
-    result = succeeded(python("-c", script, str(path), **COLD))
+    result = succeeded(python("-c", script, str(path), PYTHONPATH=f"{ROOT}:{ROOT / 'launch'}", **COLD))
     tokens, before, after = map(int, result.stdout.split())
     assert tokens == 2**31
     assert after - before < 64, "megabytes that reading takes"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.collectives import gather_objects
-from ..distributed.context import ParallelContext
+from paramp import ParallelContext
+from paramp.base.collectives import gather_objects
 
 
 class Peak(NamedTuple):

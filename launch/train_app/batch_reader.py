@@ -1,4 +1,4 @@
-"""The data of the train script: the batches of each rank, the held-out loss, and errors raised on every rank."""
+"""The data of a rank: its batches, the held-out loss, and errors that are raised on every rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.collectives import gather_objects
-from ..base.errors import ConfigError, DataError, require
-from ..checkpoint.header import Header
-from ..data.corpus import Corpus, load_corpus
-from ..data.sampling import held_out_windows, training_windows
-from ..distributed.context import ParallelContext
-from ..distributed.numerics import numerics_of
-from ..engine.checkpoint_manager import accumulation_for
-from ..engine.engine import Engine
+from paramp import ConfigError, DataError, Engine, ParallelContext
+from paramp.base.collectives import gather_objects
+from paramp.base.errors import require
+from paramp.checkpoint.header import Header
+from paramp.distributed.numerics import numerics_of
+
+from .corpus import Corpus, held_out_windows, load_corpus, training_windows
+from .settings import TrainConfig
 
 
-def check_sizes(context: ParallelContext) -> None:
+def check_sizes(context: ParallelContext, job: TrainConfig) -> None:
     """Raise a ConfigError if the batch or the sequence does not divide over the ranks."""
-    config, job = context.config, context.config.train
-    data, accumulation = context.batch_axis.size, config.gradient_accumulation
-    what, parts = numerics_of(config).batch_divisor(config)
-    multiple = data * accumulation * parts
-    factors = f"data {data} x accumulation {accumulation} x {what} {parts}"
+    config, data, accumulation = context.config, context.batch_axis.size, context.config.gradient_accumulation
+    what, count = numerics_of(config).batch_divisor(config)
+    multiple = data * accumulation * count
+    factors = f"data {data} x accumulation {accumulation} x {what} {count}"
     require(not job.batch_size % multiple, "train.batch_size", job.batch_size, f"a multiple of {multiple} ({factors})")
     size = context.tensor_axis.size
     expected = f"a multiple of parallel.tensor.size {size} under sequence_parallel"
@@ -36,7 +34,7 @@ def check_sizes(context: ParallelContext) -> None:
     require(fits, "train.seq_len", job.seq_len, expected)
 
 
-def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
+def keep_global_batch(context: ParallelContext, job: TrainConfig, header: Header) -> str | None:
     """After a change of the number of data ranks, set the accumulation that keeps the checkpoint's global batch.
 
     Returns a message about the change; None if there is none.
@@ -48,38 +46,60 @@ def keep_global_batch(context: ParallelContext, header: Header) -> str | None:
     if numerics_of(config).depends_on_accumulation:
         return None
     saved = (header.values["config"]["gradient_accumulation"], before)
-    microbatches = config.parallel.pipeline.num_microbatches
-    accumulation = accumulation_for(config.train.batch_size, microbatches, ranks, saved)
+    accumulation = accumulation_for(job.batch_size, config.parallel.pipeline.num_microbatches, ranks, saved)
     if accumulation == config.gradient_accumulation:
         return None
     context.config = replace(config, gradient_accumulation=accumulation)
     return (
         f"{ranks} data ranks, before {before}: gradient_accumulation = {accumulation} keeps the global batch of "
-        f"{config.train.batch_size}"
+        f"{job.batch_size}"
     )
 
 
-def open_corpus(context: ParallelContext, default_vocab_size: int) -> Corpus:
+def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
+    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
+
+    Args:
+        batch_size: samples of an optimizer step, over all ranks.
+        num_microbatches: the microbatches of a rank in each call.
+        before: accumulation and data ranks of the run that is resumed.
+
+    Raises:
+        ConfigError: the batch does not divide for any accumulation.
+    """
+    accumulation, ranks = before
+    least = max(1, -(-accumulation * ranks // data_size))
+    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
+    samples, rest = divmod(batch_size, data_size * num_microbatches)
+    for fitting in range(least, samples + 1):
+        if not rest and samples % fitting == 0:
+            return fitting
+    raise ConfigError(
+        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
+        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
+    )
+
+
+def open_corpus(job: TrainConfig, default_vocab_size: int) -> Corpus:
     """Open ``train.data``. ``default_vocab_size`` is used if neither data nor configuration gives a vocabulary size.
 
     Raises:
         ConfigError: on every rank: the data cannot be read, is shorter than a sequence, or differs between machines.
             Then inputs on the first pipeline stage would not match targets on the last.
     """
-    job = context.config.train
     try:
         options = {name: getattr(job, name) for name in ("validation_data", "tokenizer", "vocab_size", "data_dtype")}
         corpus = load_corpus(job.data, **options, default_vocab_size=default_vocab_size)
         corpus.check_seq_len(job.seq_len)
     except ConfigError as error:
         raise ConfigError(f"train.{error}") from None
-    found = gather_objects((corpus.sha256, corpus.vocab_size))
-    for rank, (sha256, vocab_size) in enumerate(found):
-        if (sha256, vocab_size) != found[0]:
+    everyone = gather_objects((corpus.sha256, corpus.vocab_size))
+    for rank, (sha256, vocab_size) in enumerate(everyone):
+        if (sha256, vocab_size) != everyone[0]:
             raise ConfigError(
-                f"train.data: rank 0 reads data of the hash {found[0][0][:12]} and a vocabulary of {found[0][1]}, but "
-                f"rank {rank} of {sha256[:12]} and {vocab_size}; use the same data on every machine ('stdlib' depends "
-                "on the version of Python)"
+                f"train.data: rank 0 reads data of the hash {everyone[0][0][:12]} and a vocabulary of "
+                f"{everyone[0][1]}, but rank {rank} of {sha256[:12]} and {vocab_size}; use the same data on every "
+                "machine ('stdlib' depends on the version of Python)"
             )
     return corpus
 
@@ -90,12 +110,13 @@ class DataPosition:
     ``accumulation`` is the configured one; a run resumed with another number of data ranks may use another.
     """
 
-    def __init__(self, corpus: Corpus, accumulation: int) -> None:
-        self._corpus, self._accumulation, self.step = corpus, accumulation, 0
+    def __init__(self, job: TrainConfig, corpus: Corpus, accumulation: int) -> None:
+        self._job, self._corpus, self._accumulation, self.step = job, corpus, accumulation, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, and what identifies the data."""
-        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity()}
+        """The step, what identifies the data, and what the optimizer was made with."""
+        made = {"lr": self._job.lr, "weight_decay": self._job.weight_decay}
+        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity(), **made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step in ``state``; a ConfigError if the run was started with other data."""
@@ -111,43 +132,39 @@ class Batches:
     be saved. ``seconds`` is the duration of the last fetch.
     """
 
-    def __init__(self, context: ParallelContext, corpus: Corpus) -> None:
-        self._context, self._corpus = context, corpus
+    def __init__(self, context: ParallelContext, job: TrainConfig, corpus: Corpus) -> None:
+        self._context, self._job, self._corpus = context, job, corpus
         self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.seconds = 0.0
         self.failure: Exception | None = None
 
     def fetch(self, step: int) -> None:
-        """Read the batch of ``step``."""
-        start = time.perf_counter()
+        """Read the batch of ``step``: for each accumulation step this rank's slice of the global batch."""
+        start, config, axis, job = time.perf_counter(), self._context.config, self._context.batch_axis, self._job
+        size = job.batch_size // config.gradient_accumulation // axis.size
         try:
             with self._context.phase("data"):
-                self.parts = [self._part(step, part) for part in range(self._context.config.gradient_accumulation)]
+                firsts = [(part * axis.size + axis.rank) * size for part in range(config.gradient_accumulation)]
+                tokens = self._corpus.training
+                self.parts = [training_windows(tokens, job.seq_len, config.seed, step, first, size) for first in firsts]
         except (DataError, OSError) as error:
             self.failure = error
         self.seconds = time.perf_counter() - start
 
-    def _part(self, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's slice of accumulation step ``part`` of the global batch."""
-        config, axis = self._context.config, self._context.batch_axis
-        size = config.train.batch_size // config.gradient_accumulation // axis.size
-        first = (part * axis.size + axis.rank) * size
-        return training_windows(self._corpus.training, config.train.seq_len, config.seed, step, first, size)
 
-
-def evaluate(engine: Engine, corpus: Corpus) -> float:
+def evaluate(engine: Engine, job: TrainConfig, corpus: Corpus) -> float:
     """Mean loss of the held-out sequences, in nats per token; the same sequences in every layout.
 
     Raises a DataError on every rank if the data cannot be read any more.
     """
-    config, axis = engine.context.config, engine.context.batch_axis
-    batch = config.train.batch_size // config.gradient_accumulation
-    rounds, size = math.ceil(config.train.eval_sequences / batch), batch // axis.size
+    axis = engine.context.batch_axis
+    batch = job.batch_size // engine.context.config.gradient_accumulation
+    rounds, size = math.ceil(job.eval_sequences / batch), batch // axis.size
     windows, failure = [], None
     try:
         for index in range(rounds):
             first = index * batch + axis.rank * size
-            windows.append(held_out_windows(corpus.held_out, config.train.seq_len, first, size, rounds * batch))
+            windows.append(held_out_windows(corpus.held_out, job.seq_len, first, size, rounds * batch))
     except (DataError, OSError) as error:
         failure = error
     raise_on_all_ranks(engine.context, failure)

@@ -1,36 +1,43 @@
 """Convert text to token files for launch/train.py: train.bin, val.bin and meta.json.
 
-python examples/prepare_data.py notes.txt books/ --output data/books                                    bytes
-python examples/prepare_data.py books/ --output data/books --tokenizer tokenizer.json                   tokens
+python launch/prepare_data.py notes.txt books/ --output data/books                                    bytes
+python launch/prepare_data.py books/ --output data/books --tokenizer tokenizer.json                   tokens
 torchrun --standalone --nproc-per-node 4 launch/train.py --tp 2 --pp 2 --data data/books                trains on them
 
-One file in twenty is held out, or the end of the text if there are too few files. The output files are flat arrays of
-uint16, as in nanoGPT, or of uint32 if the vocabulary has more than 65,536 tokens. Memory use is constant. Each file
-gets its final name when it is complete.
+One file in twenty is held out, or the last twentieth of the tokens if there are too few files. The output files are
+flat arrays of uint16, as in nanoGPT, or of uint32 if the vocabulary has more than 65,536 tokens. Memory use is constant
+for text with lines. Each file gets its final name when it is complete.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
+from train_app.formats import FLAT_DTYPES
+from train_app.text import HELD_OUT_ONE_IN, Encoder, TextFiles, find_text, read_text, split_by_name
 
 from paramp import ConfigError
-from paramp.data.text_corpus import Bytes, Encoder, TextFile, Tokenizer, encode, find_text, read_chunks
 
 
-def write_tokens(files: Iterable[TextFile], encoder: Encoder, parts: dict[bool, Path], dtype: str) -> dict[bool, int]:
-    """Encode ``files`` into the two files of ``parts``, keyed by held out or not. Returns their numbers of tokens."""
-    counts = {False: 0, True: 0}
-    with parts[False].open("wb") as training, parts[True].open("wb") as held_out:
-        outputs = {False: training, True: held_out}
-        for is_held_out, tokens in encode(read_chunks(files, split=True), encoder):
-            outputs[is_held_out].write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            counts[is_held_out] += len(tokens)
-    return counts
+def write_tokens(files: TextFiles, encoder: Encoder, training: Path, held_out: Path, dtype: str) -> tuple[int, int]:
+    """Encode ``files`` into the two token files. Returns their numbers of tokens."""
+    split = split_by_name(files)
+    for target, paths in zip((training, held_out), split, strict=True):
+        with target.open("wb") as output:
+            for tokens in encoder.encode(map(read_text, paths)):
+                output.write(tokens.astype(dtype).tobytes())
+    itemsize = int(dtype[-1])
+    if not split[1]:
+        count = training.stat().st_size // itemsize
+        border = (count - count // HELD_OUT_ONE_IN) * itemsize
+        with training.open("r+b") as source, held_out.open("wb") as output:
+            source.seek(border)
+            shutil.copyfileobj(source, output)
+            source.truncate(border)
+    return training.stat().st_size // itemsize, held_out.stat().st_size // itemsize
 
 
 def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: bool) -> dict[str, object]:
@@ -47,7 +54,7 @@ def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: boo
     for path in inputs:
         if not path.exists():
             raise ConfigError(f"input: {str(path)!r} does not exist; expected a text file or a folder of them")
-    encoder: Encoder = Bytes() if tokenizer is None else Tokenizer(tokenizer)
+    encoder = Encoder(tokenizer)
     found = [find_text(path) for path in inputs]
     files = [file for some, _ in found for file in some]
     dtype = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
@@ -55,18 +62,17 @@ def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: boo
     output.mkdir(parents=True, exist_ok=True)
     unfinished = [target.with_name(f".{target.name}.{os.getpid()}") for target in targets]
     try:
-        counts = write_tokens(
-            files, encoder, {False: unfinished[0], True: unfinished[1]}, f"<u{np.dtype(dtype).itemsize}"
-        )
-        if not counts[False] or not counts[True]:
-            raise ConfigError(f"input: {len(files)} files make {sum(counts.values())} tokens, too few to hold some out")
+        num_training, num_held_out = write_tokens(files, encoder, unfinished[0], unfinished[1], FLAT_DTYPES[dtype])
+        if not num_training or not num_held_out:
+            total = num_training + num_held_out
+            raise ConfigError(f"input: {len(files)} files make {total} tokens, too few to hold some out")
         meta: dict[str, object] = {
             "dtype": dtype,
             "vocab_size": encoder.vocab_size,
             "unit": encoder.unit,
             "tokenizer": None if tokenizer is None else tokenizer.name,
-            "training_tokens": counts[False],
-            "held_out_tokens": counts[True],
+            "training_tokens": num_training,
+            "held_out_tokens": num_held_out,
             "files": len(files),
             "left_out": sum(left_out for _, left_out in found),
         }

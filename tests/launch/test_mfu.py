@@ -5,9 +5,9 @@ import torch
 from reference import batches, small_gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from train_app.mfu import mfu, peak_flops, world_peak_flops
 
 import paramp
-from paramp.observe.mfu import mfu, peak_flops, world_peak_flops
 
 
 def test_the_models_flops_equal_torchs_flop_counter():

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from test_token_files import megatron
+from train_app import text, tokens
+from train_app.corpus import bigram_loss, held_out_windows, load_corpus, sample_offsets, training_windows
 
 from paramp import ConfigError, DataError
-from paramp.base import sizes
-from paramp.data.corpus import bigram_loss, load_corpus
-from paramp.data.sampling import held_out_windows, sample_offsets, training_windows
 
 
 def write(folder, files):
@@ -47,7 +46,7 @@ def texts(corpus):
     return [bytes(part).decode() for part in parts(corpus)]
 
 
-def tokens(*limits, dtype="<u2"):
+def numbers(*limits, dtype="<u2"):
     return np.arange(*limits).astype(dtype)
 
 
@@ -59,7 +58,7 @@ def is_held_out(name):
 
 
 def test_slices_of_a_batch_equal_the_batch(tmp_path):
-    source = corpus_of(tmp_path, {"t.bin": tokens(10_000)}, "t.bin", vocab_size=10_000).training
+    source = corpus_of(tmp_path, {"t.bin": numbers(10_000)}, "t.bin", vocab_size=10_000).training
     x, y = training_windows(source, 16, seed=1, step=5, first=0, count=12)
     assert x.shape == y.shape == (12, 16)
     assert torch.equal(x[:, 1:], y[:, :-1])
@@ -85,7 +84,7 @@ def test_the_hash_is_splitmix64():
 
 
 def test_held_out_windows_cover_the_data_from_start_to_end(tmp_path):
-    write(tmp_path, {"train.bin": tokens(200), "val.bin": tokens(101)})
+    write(tmp_path, {"train.bin": numbers(200), "val.bin": numbers(101)})
     x, y = held_out_windows(load_corpus(str(tmp_path)).held_out, 10, 0, 4, 4)
     assert x[:, 0].tolist() == [0, 30, 60, 90]
     assert y[-1, -1] == 100
@@ -97,7 +96,7 @@ def test_the_bigram_loss_equals_hand_arithmetic(tmp_path, monkeypatch):
     write(tmp_path, {"a.txt": "abab", "b.txt": "aba"})
     corpus = load_corpus(str(tmp_path / "a.txt"), validation_data=str(tmp_path / "b.txt"))
     for size in (1000, 3, 1):  # pairs across the ends of blocks count too
-        monkeypatch.setattr(sizes, "TOKENS_READ", size)
+        monkeypatch.setattr(tokens, "BLOCK", size)
         assert bigram_loss(corpus) == pytest.approx(expected)
 
 
@@ -138,17 +137,18 @@ def test_a_folder_of_text_is_split_by_file_and_reports_skipped_files(tmp_path):
 def test_with_few_files_the_end_of_the_text_is_held_out(tmp_path):
     first, later = "first\n" * 50, "later\n" * 50
     corpus = corpus_of(tmp_path, {"a.txt": first, "b.txt": later})
-    assert texts(corpus) == [first + "\n" + "later\n" * 45, "later\n" * 5]  # border at byte 570, a line's end
+    assert texts(corpus) == [first + "\n" + "later\n" * 45, "later\n" * 5]  # 30 of 601 bytes
     given = load_corpus(str(tmp_path / "a.txt"), validation_data=str(tmp_path / "b.txt"))
     assert texts(given) == [first, later]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10**6])
 def test_the_parts_in_which_text_is_read_do_not_show(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(sizes, "TEXT_READ", size)
-    content = "äöü€𝄞" * 30 + "\nkurz\n" + "lang" * 20
-    training, held_out = texts(corpus_of(tmp_path, {"t.txt": content}))
-    assert training + held_out == content
+    monkeypatch.setattr(text, "READ", size)
+    monkeypatch.setattr(text, "ENCODED", size)
+    content = "äöü€𝄞" * 30 + "\r\nkurz\n\n" + "lang" * 20
+    training, held_out = parts(corpus_of(tmp_path, {"t.txt": content}))
+    assert bytes(training + held_out).decode() == content
     assert 0 < len(held_out) < len(content) / 8
 
 
@@ -156,8 +156,8 @@ def test_the_parts_in_which_text_is_read_do_not_show(tmp_path, monkeypatch, size
 
 
 def test_flat_token_files_of_nanogpt_are_read(tmp_path):
-    big = tokens(70_000, 70_100, dtype="<u4")
-    write(tmp_path, {"train.bin": tokens(2000), "val.bin": tokens(500), "big.bin": big})
+    big = numbers(70_000, 70_100, dtype="<u4")
+    write(tmp_path, {"train.bin": numbers(2000), "val.bin": numbers(500), "big.bin": big})
     corpus = load_corpus(str(tmp_path), default_vocab_size=2000)
     assert parts(corpus) == [[*range(2000)], [*range(500)]]
     assert (corpus.unit, corpus.vocab_size, corpus.num_files) == ("token", 2000, 2)
@@ -170,13 +170,13 @@ def test_flat_token_files_of_nanogpt_are_read(tmp_path):
 
 def test_meta_json_describes_a_bin_and_a_pickle_is_never_read(tmp_path):
     described = {"dtype": "uint32", "vocab_size": 777, "unit": "token"}
-    corpus = corpus_of(tmp_path, {"train.bin": tokens(400, dtype="<u4"), "meta.json": json.dumps(described)})
+    corpus = corpus_of(tmp_path, {"train.bin": numbers(400, dtype="<u4"), "meta.json": json.dumps(described)})
     assert joined(corpus) == [*range(400)]
     assert (corpus.vocab_size, corpus.notes) == (777, ())
     # What is said counts, however the file looks; what is guessed is refused (UNUSABLE).
-    written = {"train.bin": tokens(1000, dtype="<u4"), "meta.json": '{"dtype": "uint16"}'}
+    written = {"train.bin": numbers(1000, dtype="<u4"), "meta.json": '{"dtype": "uint16"}'}
     assert len(corpus_of(tmp_path, written, vocab_size=1000).training) == 1900
-    assert len(corpus_of(tmp_path, {"meta.json": "{}", "train.bin": tokens(3000)}, vocab_size=3000).training) == 2850
+    assert len(corpus_of(tmp_path, {"meta.json": "{}", "train.bin": numbers(3000)}, vocab_size=3000).training) == 2850
     corpus = corpus_of(tmp_path, {"meta.pkl": b"cos\nsystem\n(S'exit 1'\ntR."}, vocab_size=3000)
     assert "meta.pkl' is not read, because a pickle can run any code; set train.vocab_size" in corpus.notes[0]
 
@@ -225,15 +225,17 @@ def save_tokenizer(folder, *, end="<|endoftext|>"):
     return folder
 
 
-def test_text_is_encoded_by_the_tokenizer(tmp_path):
+def test_text_is_encoded_by_the_tokenizer(tmp_path, monkeypatch):
     folder = save_tokenizer(tmp_path / "tokenizer")
     write(
         tmp_path, {"data/a.txt": "the cat sat\n" * 1000, "data/b.txt": "cat cat the dog\n" * 100, "t.bin": bytes(200)}
     )
-    assert len("the cat sat\n" * 1000) > 2 * sizes.TOKENIZED  # in parts that end at lines
+    monkeypatch.setattr(text, "ENCODED", 2**12)  # in pieces that end at lines
     corpus = load_corpus(str(tmp_path / "data"), tokenizer=str(folder))
-    # Of the 13600 bytes the last 680 are held out, from a line's end on: 42 lines of 16 bytes.
-    assert parts(corpus) == [[2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 58, [3, 3, 2, 0, 5] * 42]
+    assert parts(corpus) == [
+        [2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 55,
+        [3, 3, 2, 0, 5] * 45,
+    ]
     assert (corpus.vocab_size, corpus.unit) == (6, "token")
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
     # The end of a text is in the tokenizer's configuration, or there is none.
@@ -257,12 +259,15 @@ def save_dataset(path, columns=None, **splits):
 def test_a_saved_dataset_of_tokens_is_not_copied(tmp_path):
     rows = [list(range(index, index + 7)) for index in range(3000)]  # more than one of Arrow's batches
     flat = [token for row in rows for token in row]
-    corpus = load_corpus(save_dataset(tmp_path, {"text": ["x"] * 3000, "input_ids": rows}), vocab_size=4000)
+    path = save_dataset(tmp_path, {"text": ["x"] * 3000, "input_ids": rows})
+    pyarrow = pytest.importorskip("pyarrow")
+    before = pyarrow.total_allocated_bytes()
+    corpus = load_corpus(path, vocab_size=4000)
     assert joined(corpus) == flat
     assert (len(corpus.held_out), corpus.unit) == (len(flat) // 20, "token")
     for start in (0, 6998, 7000, 13990):
         assert corpus.training.read(start, 12).tolist() == flat[start : start + 12]
-    assert not corpus.training.read(0, 12).flags.writeable  # as the file that Arrow has mapped
+    assert pyarrow.total_allocated_bytes() - before < 8 * len(flat) / 2  # what Arrow has mapped is not copied
 
 
 def test_saved_splits_and_text_columns_are_read(tmp_path):
@@ -271,6 +276,21 @@ def test_saved_splits_and_text_columns_are_read(tmp_path):
     assert texts(load_corpus(path)) == ["\n".join(words["text"]), "sat\nthe"]
     encoded = load_corpus(path, tokenizer=str(save_tokenizer(tmp_path / "tokenizer")))
     assert parts(encoded) == [([2, 3, 4, 1] * 20)[:-1], [4, 1, 2]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves a CSV file open
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_tables_are_read_by_their_suffix(tmp_path, monkeypatch, suffix):
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": ["the cat sat"] * 30}
+    if suffix != "csv":
+        rows["input_ids"] = [[index, 7] for index in range(30)]
+    datasets.disable_progress_bars()
+    getattr(datasets.Dataset.from_dict(rows), f"to_{suffix.removesuffix('l')}")(str(tmp_path / f"t.{suffix}"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    corpus = load_corpus(str(tmp_path / f"t.{suffix}"), default_vocab_size=30)
+    expected = [number for row in rows.get("input_ids", []) for number in row]
+    assert joined(corpus) == (expected or [*"\n".join(rows["text"]).encode()])
 
 
 @pytest.mark.parametrize(
@@ -328,7 +348,7 @@ UNUSABLE = [
     ("t.txt", {"t.txt": TEXT, "t.bin": bytes(200), "validation_data": "t.bin"}, "t.bin' holds tokens, but"),
     ("empty.bin", {"empty.bin": b""}, "empty.bin' is empty"),
     ("odd.bin", {"odd.bin": bytes(7)}, "odd.bin' has 7 bytes, not a multiple of the 2 of uint16; set train"),
-    ("t.bin", {"t.bin": tokens(1000, dtype="<u4")}, "t.bin' seems to hold uint32, not uint16: every second number in"),
+    ("t.bin", {"t.bin": numbers(1000, dtype="<u4")}, "t.bin' seems to hold uint32, not uint16: every second number in"),
     (".", META | {"meta.json": '{"dtype": "int7"}'}, "meta.json' is 'int7', expected 'uint16' or 'uint32'"),
     (".", META | {"meta.json": '{"vocab_size": "many"}'}, "meta.json' is 'many', expected an integer of 1 or more"),
     (".", META | {"meta.json": "[1]"}, "meta.json' holds list, expected an object"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -35,20 +35,20 @@ class FlatParam:
     """The index of its param group in that optimizer."""
     norm_weight: float
     """The weight of one element in a sum over the world: 1 / the number of ranks that count it."""
-    start: int = 0
-    """Its offset in its buffer, in elements."""
-    own: tuple[int, int] = (0, 0)
-    """The slice of the parameter, flattened, that this rank steps: all of it without ZeRO."""
-    gradient: torch.Tensor | None = None
-    """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
-    gradients are allocated."""
     reserved: int = 0
     """The elements that it takes in its buffer at least: FSDP2 pads shards to one size; the padding is zero."""
-    placement_mismatch: bool = False
+    start: int = field(init=False, default=0)
+    """Its offset in its buffer, in elements."""
+    own: tuple[int, int] = field(init=False, default=(0, 0))
+    """The slice of the parameter, flattened, that this rank steps: all of it without ZeRO."""
+    gradient: torch.Tensor | None = field(init=False, default=None)
+    """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
+    gradients are allocated."""
+    placement_mismatch: bool = field(init=False, default=False)
     """Autograd's gradients have other placements than the parameter. Accumulating them in the buffer would cost a
     collective in every backward, so they accumulate outside and are copied there once per step."""
-    bits: BitStream | None = None
-    """Random bits to round with, from :meth:`~paramp.optim.flat_params.FlatWeights.round_stochastically`."""
+    bits: BitStream | None = field(init=False, default=None)
+    """Random bits to round with, from :meth:`~paramp.optim.flat_weights.FlatWeights.round_stochastically`."""
 
     @property
     def size(self) -> int:
@@ -190,12 +190,15 @@ class StepRange:
     buffer: Buffer
     start: int
     """The offset in the buffer."""
-    own_start: int
-    """The offset in this rank's part of it."""
     length: int
     group: int
     norm_weight: float
     params: tuple[FlatParam, ...]
+
+    @property
+    def own_start(self) -> int:
+        """The offset in this rank's part of the buffer."""
+        return self.start - self.buffer.own_start
 
     def in_blocks(self) -> Iterator[torch.Tensor]:
         """The gradient, 1-dim, split at a block of the norm, so that the norm has the same bits in any layout."""
@@ -206,45 +209,14 @@ class StepRange:
                 yield part
 
 
-class StepRanges:
-    """The ranges that this rank steps. A parameter without a gradient on any rank is not stepped.
+def step_ranges(
+    buffers: Iterable[Buffer], absent: Collection[FlatParam] = (), missed: Mapping[FlatParam, int] | None = None
+) -> list[StepRange]:
+    """The ranges of ``buffers`` that this rank steps without the parameters in ``absent``.
 
-    Adam's bias correction uses each parameter's own step count, so only parameters that have missed the same steps
-    share a range.
-
-    Attributes:
-        everything: the ranges if every parameter is stepped.
+    ``missed``: a number for each parameter, equal for those that have missed the same steps; None: none has.
     """
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = buffers
-        self._missed: dict[FlatParam, int] = {}  # equal for parameters that have missed the same steps
-        self._histories = itertools.count(1)
-        self._absent: tuple[FlatParam, ...] = ()
-        self.everything = self._current = self._made()
-
-    def without(self, absent: Sequence[FlatParam]) -> list[StepRange]:
-        """The ranges of the next step, in which no rank has a gradient for the parameters in ``absent``."""
-        if tuple(absent) != self._absent:
-            self._absent = tuple(absent)
-            self._current = self._made(self._absent)
-        # Only the device has the flag that skips this step, so the absent get a separate history in either case.
-        missed: dict[int, int] = {}
-        for param in absent:
-            before = self._missed.get(param, 0)
-            if before not in missed:
-                missed[before] = next(self._histories)
-            self._missed[param] = missed[before]
-        return self._current
-
-    def set_step_counts(self, steps: Mapping[FlatParam, int]) -> None:
-        """Set each parameter's step count from a loaded state: parameters with equal counts share ranges again."""
-        most = max(steps.values(), default=0)
-        self._missed = {param: count - most for param, count in steps.items()}  # histories made later are above 0
-        self._current = self._made(self._absent)
-
-    def _made(self, absent: Sequence[FlatParam] = ()) -> list[StepRange]:
-        return [part for buffer in self._buffers for part in _ranges_of(buffer, set(absent), self._missed)]
+    return [one for buffer in buffers for one in _ranges_of(buffer, set(absent), missed or {})]
 
 
 def _ranges_of(buffer: Buffer, absent: set[FlatParam], missed: Mapping[FlatParam, int]) -> Iterator[StepRange]:
@@ -256,4 +228,4 @@ def _ranges_of(buffer: Buffer, absent: set[FlatParam], missed: Mapping[FlatParam
         if not kind[0]:
             low = max(params[0].start, buffer.own_start)
             high = min(params[-1].start + aligned(params[-1].size), buffer.own_start + buffer.own_size)
-            yield StepRange(buffer, low, low - buffer.own_start, high - low, *kind[1:3], params)
+            yield StepRange(buffer, low, high - low, *kind[1:3], params)

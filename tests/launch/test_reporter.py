@@ -5,11 +5,10 @@ import math
 
 import pytest
 import torch
+from train_app.reporter import Reporter, check_tensorboard, memory_bytes
+from train_app.settings import TrainConfig
 
 import paramp
-from paramp.observe.metrics import Metrics
-from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes
-from paramp.tools.plot import read_run
 
 RECORD = {"step": 1, "loss": 2.5, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": 1, "lr": 0.1}
 RECORD |= {"tokens_per_second": 1000.0, "step_seconds": 0.5, "memory_bytes": 3 * 2**20}
@@ -19,7 +18,7 @@ def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, cap
     """And a line of text; files of an earlier run are kept, and other ranks write nothing."""
     folder = tmp_path / "new" / "folder"
     for index in range(3):
-        with Reporter(2, str(folder), enabled=True) as reporter:
+        with Reporter(TrainConfig(steps=2, log_dir=str(folder)), True) as reporter:
             reporter.say("hello")
             reporter.step(RECORD | {"lr": float(index)})
             reporter.step({**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0})
@@ -32,7 +31,7 @@ def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, cap
     assert "hello" in log
     assert "step 1/2  loss 2.5000  scale 8  grad norm inf  skipped 1  1,000 tokens/s  3 MiB" in log
     assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
-    with Reporter(2, str(tmp_path / "other"), enabled=False) as reporter:
+    with Reporter(TrainConfig(steps=2, log_dir=str(tmp_path / "other")), False) as reporter:
         reporter.say("hello")
         reporter.step(RECORD)
     assert not (tmp_path / "other").exists()
@@ -43,26 +42,10 @@ def test_memory_bytes_is_the_peak_of_this_process():
     assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
 
 
-def test_a_loop_writes_metrics_of_its_own(tmp_path):
-    folder = tmp_path / "new" / "run"
-    for resumed_at in (None, 2):
-        with Metrics(folder, resumed_at=resumed_at) as metrics:
-            for step in range((resumed_at or 0) + 1, 4):
-                metrics.write(step, loss=torch.tensor(0.5), grad_norm=math.inf, accuracy=step / 4, skipped=0)
-    run = read_run(folder)  # as `paramp plot` does
-    assert run.records == [
-        {"step": step, "loss": 0.5, "grad_norm": None, "accuracy": step / 4, "skipped": 0} for step in (1, 2, 3)
-    ]
-    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 3
-    with Metrics(tmp_path / "none", enabled=False) as metrics:
-        metrics.write(1, loss=0.5)
-    assert not (tmp_path / "none").exists()
-
-
 def test_tensorboard_gets_every_finite_scalar(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Reporter(2, str(tmp_path), enabled=True, tensorboard=True) as reporter:
+    with Reporter(TrainConfig(steps=2, log_dir=str(tmp_path), tensorboard=True), True) as reporter:
         reporter.step({**RECORD, "mfu": None})
         reporter.step({**RECORD, "step": 2, "loss": math.nan, "grad_norm": 1.5, "val_loss": 2.0})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -77,7 +60,7 @@ def test_tensorboard_gets_every_finite_scalar(tmp_path):
 
 def test_a_missing_tensorboard_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(paramp.ConfigError, match="no log_dir"):
-        paramp.Config(train={"tensorboard": True})
-    monkeypatch.setattr("paramp.observe.reporter.importlib.util.find_spec", lambda name: None)
+        TrainConfig(tensorboard=True)
+    monkeypatch.setattr("train_app.reporter.importlib.util.find_spec", lambda name: None)
     with pytest.raises(paramp.ConfigError, match=r"pip install .paramp\[tensorboard\]"):
         check_tensorboard()

@@ -3,21 +3,14 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
+import pytest
 from counting import Collectives
 from pool import on_ranks
+from train_app.batch_reader import accumulation_for, max_over_ranks
+from train_app.reporter import announce, announce_resume
+from train_app.settings import configure
 
 import paramp
-from paramp.tools.train_config import announce, announce_resume, configure
-from paramp.tools.train_data import max_over_ranks
-
-
-def lines_of(function, arguments, *others):
-    """What ``function`` says of a run in one process with the ``arguments`` of the train script."""
-    context = SimpleNamespace(is_main=True, config=configure(arguments), world_size=1)
-    context.batch_axis, context.device, lines = SimpleNamespace(size=1), torch.device("cpu"), []
-    function(SimpleNamespace(say=lines.append), context, *others)
-    return lines
 
 
 def test_only_settings_that_differ_from_the_default_are_logged():
@@ -29,7 +22,11 @@ def test_only_settings_that_differ_from_the_default_are_logged():
         ("--tp 2 --set model.num_layers=3", "parallel.tensor.size = 2, model.num_layers = 3"),
         ("--precision 16-naive", "precision = 16-naive"),
     ):
-        first, facts, note = lines_of(announce, arguments.split(), corpus, 7)
+        config, job = configure(arguments.split())
+        axis, lines = SimpleNamespace(size=1), []
+        context = SimpleNamespace(is_main=True, config=config, world_size=1, batch_axis=axis, device="cpu")
+        announce(SimpleNamespace(say=lines.append), context, job, corpus, 7)
+        first, facts, note = lines
         assert first == f"settings other than the default: {changed}"
         assert facts.endswith("data_vocab_size = 256, data_bytes = 3, parameters = 7")
         assert note == "a note"
@@ -38,12 +35,31 @@ def test_only_settings_that_differ_from_the_default_are_logged():
 def test_a_run_that_is_finished_says_where_its_checkpoint_is():
     found = Path("runs/a/step-00000020")
     for step in (19, 20):
-        values = {"config": {"train.lr": 0.25}, "tracked": {"position": {"step": step}}}
-        arguments = ["--steps", "20", "--lr", "0.5"]
-        resumed, kept, *done = lines_of(announce_resume, arguments, found, SimpleNamespace(values=values))
+        _, job = configure(["--steps", "20", "--lr", "0.5"])
+        lines = []
+        announce_resume(SimpleNamespace(say=lines.append), job.train, found, {"step": step, "lr": 0.25})
+        resumed, kept, *done = lines
         assert resumed == f"resumed from {found}, after step {step}"
         assert kept == "train.lr = 0.25 from the checkpoint's optimizer is kept; 0.5 is not used"
         assert done == [f"all 20 steps are done, and {found} has them; for more, raise --steps"] * (step >= 20)
+
+
+def test_accumulation_keeps_the_global_batch():
+    """The number of samples of a call does not grow; data ranks and accumulation of before, and accumulation now."""
+    for batch, microbatches, ranks, before, expected in (
+        (32, 1, 2, (1, 4), 2),
+        (32, 1, 4, (2, 2), 1),
+        (32, 2, 1, (1, 4), 4),
+        (24, 1, 3, (1, 4), 2),  # 4/3 would not do, so parts are smaller
+        (24, 1, 4, (2, 3), 2),
+        (32, 1, 2, (3, 2), 4),
+        (32, 1, 2, (4, 2), 4),
+    ):
+        assert accumulation_for(batch, microbatches, ranks, before) == expected
+    for batch, ranks in ((32, 3), (2, 4)):
+        message = rf"train.batch_size: got {batch}, which does not divide over {ranks} data"
+        with pytest.raises(paramp.ConfigError, match=message):
+            accumulation_for(batch, 1, ranks, (1, 2))
 
 
 @on_ranks(2)
