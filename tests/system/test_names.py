@@ -10,11 +10,7 @@ from system.test_layers import GRAPH, MODULES, TREES
 
 import paramp
 
-TWICE = {
-    *("Block", "Difference"),
-    *("chunks.py", "compare.py", "report.py"),
-    *("step.py", "styles.py"),
-}
+TWICE = {"Block", "step.py"}
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
     "ChunkRun",
