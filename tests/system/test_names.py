@@ -12,11 +12,7 @@ import paramp
 
 TWICE = {"Block", "step.py"}
 """Classes and files of one name that are still to be renamed."""
-MANY_ARGUMENTS = {
-    "ChunkRun",
-    *("LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
-    "Origin",
-}
+MANY_ARGUMENTS = {"ExactReport", "LoaderPosition", "Origin", "ShardedSampler", "Variant"}
 """Constructors with more than six arguments that are still to be split."""
 PUBLIC = {"DistributedGradScaler"}
 """Constructors whose arguments are a contract."""
