@@ -14,7 +14,7 @@ from torch import nn
 
 import paramp
 from paramp.models import GPT, GPTConfig
-from paramp.parallel.tensor import exchange
+from paramp.parallel.tensor import differentiable_collectives
 from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan
 
 
@@ -47,7 +47,7 @@ def test_exchanges_and_their_duals(world, dim, backend):
         for name, (expected, gradient) in cases.items():
             x = own.clone().requires_grad_()
             extra = () if name in ("enter", "sum_over_ranks", "on_first_rank") else (dim,)
-            call = functools.partial(of_a_copy, getattr(exchange, name), group, extra)
+            call = functools.partial(of_a_copy, getattr(differentiable_collectives, name), group, extra)
             if backend is not None:
                 torch.compiler.reset()  # it counts compilations of one code
                 call = torch.compile(call, backend=backend, fullgraph=True)
