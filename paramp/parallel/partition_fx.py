@@ -15,9 +15,10 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -130,10 +131,13 @@ def _modules_called(graphs: Mapping[bool, fx.Graph]) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in graphs[True].nodes if node.op == "call_module"))
 
 
-class _StageGraph(NamedTuple):
+@dataclass
+class _StageGraph:
     graph: fx.Graph
     keywords: list[str]
     """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
+    interpreter: fx.Interpreter | None = None
+    """Runs the graph; made at the first call, because a plan may change modules before."""
 
 
 class _Graphs:
@@ -176,26 +180,20 @@ def _may_open(module: nn.Module) -> bool:
 
 def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
     """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
-    interpreters: dict[Any, tuple[fx.Interpreter, list[str]]] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, values = (call_of(args, kwargs), tensors(args)) if index == 0 else args[0]
-        mode = part.training
         for name, module in opened_modules:
             check_mode(name, module, part)
-        key = mode, key_of(call)
-        if key not in interpreters:  # at the first call: a plan may have changed modules
-            if len(interpreters) == MAX_CALLS:
-                interpreters.pop(next(iter(interpreters)))
-            graph, keywords = graphs.of(call)[mode][index]
-            _check_names(part, graph, graphs.model, call)
-            interpreters[key] = _Interpreter(part, graph=graph), keywords
-        interpreter, keywords = interpreters[key]
+        stage_graph = graphs.of(call)[part.training][index]
+        if stage_graph.interpreter is None:
+            _check_names(part, stage_graph.graph, graphs.model, call)
+            stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
         try:
-            given = dict(leaves(kwargs)) if keywords else {}
-            output = interpreter.run(*values, *(given[path] for path in keywords))
+            inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
+            output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
-            interpreter.env = {}
+            stage_graph.interpreter.env = {}
         return output if is_last else (call, output)
 
     is_last = index == graphs.num_stages - 1
@@ -240,7 +238,7 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
 
 def _has(module: nn.Module, name: str) -> bool:
     try:
-        functools.reduce(getattr, name.split("."), module)
+        operator.attrgetter(name)(module)
     except AttributeError:
         return False
     return True

@@ -292,7 +292,7 @@ class _Tracer(fx.Tracer):
         if frame is None or not _asserts(frame):
             return super().to_bool(obj)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.create_proxy("call_function", _check, (obj, f"the model's assertion at {where} failed"), {})
+        self.create_proxy("call_function", _require, (obj, f"the model's assertion at {where} failed"), {})
         return True
 
     @contextmanager
@@ -317,7 +317,7 @@ class _Tracer(fx.Tracer):
                 setattr(torch, name, original)
 
 
-def _check(condition: object, message: str) -> None:
+def _require(condition: object, message: str) -> None:
     if not condition:
         raise AssertionError(message)
 

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
-from ..base.trees import leaves, map_leaves, map_tensors, tensors
+from ..base.trees import leaves, map_leaves
 from ..parallel.batches import CONSTANTS
 
 
@@ -189,17 +187,3 @@ def _read(carrier: torch.Tensor, parts: list[Fixed]) -> Iterator[torch.Tensor]:
         part = carrier.view(torch.uint8)[start : start + leaf.num_bytes]
         start += leaf.num_bytes
         yield part.clone().view(leaf.dtype).reshape(leaf.shape)  # copied, because a view has to be aligned
-
-
-def broadcast_tree(tree: Any, device: torch.device, group: dist.ProcessGroup, src: int = 0) -> Any:
-    """The ``tree`` of tensors and other values of the rank ``src`` of ``group``, on every rank of it.
-
-    Other values must pickle. Tensors are plain; on the other ranks they are on ``device``.
-    """
-    shapes = [map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), tree)]
-    dist.broadcast_object_list(shapes, group=group, group_src=src)
-    if dist.get_rank(group) != src:
-        tree = map_tensors(lambda meta: torch.empty_like(meta, device=device), shapes[0])
-    for tensor in tensors(tree):
-        broadcast_(tensor, group, src)
-    return tree
