@@ -72,22 +72,22 @@ class TracedPartition:
         """The modules that the forward calls, in order; with optional inputs too, if it can be traced with them all."""
         few, *more = likely_calls(self._skeleton)
         try:
-            found = [_modules_called(trace(self._skeleton, opened, few))]
+            orders = [_modules_called(trace(self._skeleton, opened, few))]
         except ConfigError:
             if not more:
                 raise
-            found = []
+            orders = []
         try:
-            found += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
+            orders += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
         except ConfigError:
-            if not found:
+            if not orders:
                 raise
-        merged = found[0]
-        place = 0
-        for name in found[-1]:
+        merged = orders[0]
+        position = 0
+        for name in orders[-1]:
             if name not in merged:
-                merged.insert(place, name)
-            place = merged.index(name) + 1
+                merged.insert(position, name)
+            position = merged.index(name) + 1
         return merged
 
     def _open_heavy(self, num_stages: int) -> None:
@@ -229,10 +229,10 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
         if node.op == "get_attr" and "." not in name and name.startswith("_tensor_constant"):
             setattr(part, name, getattr(model, name))
         elif node.op in ("get_attr", "call_module") and not _has(part, name):
-            given = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
+            inputs = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
             raise ConfigError(
                 f"parallel.pipeline.split: {name!r} of {type(model).__name__} is used on another stage with these "
-                f"inputs ({given}) than with those without a default; split elsewhere, or give the input a default"
+                f"inputs ({inputs}) than with those without a default; split elsewhere, or give the input a default"
             )
 
 
@@ -258,8 +258,8 @@ def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int)
     for stage in range(num_stages):
         received = [node for node in nodes if stage_at[node] < stage <= last_use[node]]
         sent = [node for node in nodes if stage_at[node] <= stage < last_use[node]]
-        own = [node for node in nodes if stage_at[node] == stage]
-        stage_graphs.append(_stage_graph(own, received, sent if stage < num_stages - 1 else None))
+        calls = [node for node in nodes if stage_at[node] == stage]
+        stage_graphs.append(_stage_graph(calls, received, sent if stage < num_stages - 1 else None))
     return stage_graphs
 
 
@@ -268,7 +268,7 @@ def _is_local(node: fx.Node) -> bool:
     return node.op == "get_attr" or ("keyword" in node.meta and node.op == "placeholder")
 
 
-def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> _StageGraph:
+def _stage_graph(calls: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> _StageGraph:
     stage_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: stage_graph.placeholder(node.name) for node in received}
     keywords: list[str] = []
@@ -281,7 +281,7 @@ def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequ
                 keywords.append(node.meta["keyword"])
         return copies[node]
 
-    for node in own:
+    for node in calls:
         for argument in node.all_input_nodes:
             copied(argument)
         copies[node] = stage_graph.node_copy(node, copied)
