@@ -30,8 +30,6 @@ from common import (
 
 import paramp
 from paramp.config.files import load, merge, read_file
-from paramp.data.corpus import load_corpus
-from paramp.data.sampling import training_windows
 from paramp.precision.capabilities import has_native_fp16
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -55,21 +53,21 @@ def main() -> None:
     check_counts(parser, options, "rounds")
     check_json_option(parser, options.json)
     job = read_file(options.config)
+    settings = job.pop("train")
 
     with ExitStack() as stack:
         engines = {}
         for name, changes in VARIANTS.items():
             context = stack.enter_context(paramp.launch_from_torch(load(merge(job, changes)), device="cpu"))
-            model = paramp.models.GPT.preset(context.config.train.model)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=context.config.train.lr)
+            model = paramp.models.GPT.preset(settings["model"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"])
             engines[name], *_ = paramp.initialize(model, optimizer, model.loss)
-        settings = context.config.train
-        corpus = load_corpus(settings.data)
-        size = settings.batch_size // context.dp.size
+        shape = settings["batch_size"] // context.dp.size, settings["seq_len"]
         batch: list[torch.Tensor] = []
 
         def load_batch(step: int) -> None:
-            batch[:] = training_windows(corpus.training, settings.seq_len, 0, step, context.dp.rank * size, size)
+            torch.manual_seed(step * context.dp.size + context.dp.rank)  # the ranks of a model group have one batch
+            batch[:] = torch.randint(256, shape), torch.randint(256, shape)
 
         turns = {name: Turn(partial(train, engine, batch), load_batch) for name, engine in engines.items()}
         median = medians(take_turns(turns, options.rounds, context.device))

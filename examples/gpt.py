@@ -9,12 +9,12 @@ For real runs use launch/train.py, which adds data formats, checkpoints and logs
 """
 
 import argparse
+import sysconfig
+from pathlib import Path
 
 import torch
 
 import paramp
-from paramp.data.corpus import load_corpus
-from paramp.data.sampling import training_windows
 from paramp.models import GPT
 from paramp.parallel.partition import units
 
@@ -23,12 +23,17 @@ parser.add_argument("tensor", type=int, nargs="?", default=1)
 parser.add_argument("pipeline", type=int, nargs="?", default=1)
 parser.add_argument("--sequence-parallel", action="store_true")
 parser.add_argument("--preset", default="tiny")
-parser.add_argument("--data", default="stdlib", help="text or tokens; by default Python's own standard library")
+parser.add_argument("--data", type=Path, help="a file or a folder; by default the source of Python's standard library")
 parser.add_argument("--precision", default="16-mixed")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--batch-size", type=int, default=8, help="of all data ranks together")
 parser.add_argument("--seq-len", type=int, default=64)
 options = parser.parse_args()
+
+folder = options.data or Path(sysconfig.get_paths()["stdlib"])
+paths = [folder] if folder.is_file() else sorted(folder.rglob("*") if options.data else folder.glob("*.py"))
+text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
+tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 config = {
     "parallel": {
@@ -41,15 +46,17 @@ config = {
 }
 
 with paramp.launch_from_torch(config) as context:
-    corpus = load_corpus(options.data)
-    corpus.check_seq_len(options.seq_len)
-    model = GPT.preset(options.preset, max_seq_len=options.seq_len, vocab_size=corpus.vocab_size)
+    model = GPT.preset(options.preset, max_seq_len=options.seq_len, vocab_size=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = paramp.initialize(model, optimizer, model.loss)
     print(f"rank {context.rank} has {', '.join(name for name, _ in units(engine.module))}", flush=True)
     size = options.batch_size // context.dp.size
     for step in range(1, options.steps + 1):
-        x, y = training_windows(corpus.training, options.seq_len, 0, step, context.dp.rank * size, size)
+        generator = torch.Generator().manual_seed(step)  # the same batch on every rank, which takes its part
+        starts = torch.randint(len(tokens) - options.seq_len, (options.batch_size,), generator=generator)
+        windows = torch.stack([tokens[start : start + options.seq_len + 1] for start in starts])
+        windows = windows[context.dp.rank * size : (context.dp.rank + 1) * size]
+        x, y = windows[:, :-1], windows[:, 1:]
         loss = engine.forward_backward(x, y)
         result = engine.step()
         engine.zero_grad()

@@ -17,72 +17,79 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from train_app.batch_reader import (
+    Batches,
+    DataPosition,
+    check_sizes,
+    keep_global_batch,
+    max_over_ranks,
+    open_corpus,
+    raise_on_all_ranks,
+)
+from train_app.batch_reader import evaluate as evaluate_held_out
+from train_app.corpus import Corpus, bigram_loss
+from train_app.mfu import mfu, world_peak_flops
+from train_app.reporter import Reporter, announce, announce_resume, check_tensorboard, memory_bytes
+from train_app.settings import NORMS, Job, TrainConfig, configure
 
 import paramp
 from paramp.base.coerce import user_path
-from paramp.checkpoint.header import Header
 from paramp.checkpoint.open_checkpoint import open_together
-from paramp.config.training import TrainConfig
-from paramp.data.corpus import Corpus, bigram_loss
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
 from paramp.observe.metrics import set_aside
-from paramp.observe.mfu import mfu, world_peak_flops
-from paramp.observe.reporter import Reporter, check_tensorboard, memory_bytes
 from paramp.observe.timeline import Timeline
-from paramp.tools import train_data
 from paramp.tools.exit_status import report_failure
 from paramp.tools.plot import check_matplotlib, plot_histogram
-from paramp.tools.train_config import NORMS, announce, announce_resume, configure, model_config
-from paramp.tools.train_data import Batches, DataPosition, max_over_ranks, raise_on_all_ranks
 
 
 def main() -> int:
     """Configure, start missing processes, train. Returns the exit code."""
     launched = False
     try:
-        config = configure(sys.argv[1:], str(__doc__))
+        config, job = configure(sys.argv[1:], str(__doc__))
         place, processes = find_place(), config.parallel.least_world_size
         if processes > 1 and (place is None or place.world_size == 1):
             print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
             return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
         with paramp.launch_from_environment(config) as context:
             launched = True
-            return train(context)
+            return train(context, job)
     except Exception as error:
         return report_failure(error, launched)
 
 
-def train(context: paramp.ParallelContext) -> int:
+def train(context: paramp.ParallelContext, settings: Job) -> int:
     """Train on one rank. Returns the exit code."""
-    config, job = context.config, context.config.train
+    job = settings.train
     if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:
         check_matplotlib("train.histogram")
-    found, header = find_checkpoint(context)
-    train_data.check_sizes(context)
-    corpus = train_data.open_corpus(context, default_vocab_size=model_config(config).vocab_size)
-    model = paramp.models.GPT(model_config(config, corpus.vocab_size))
+    configured = context.config.gradient_accumulation
+    found, saved_position = find_checkpoint(context, job)
+    check_sizes(context, job)
+    corpus = open_corpus(job, default_vocab_size=settings.model_config().vocab_size)
+    model = paramp.models.GPT(settings.model_config(corpus.vocab_size))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, lr_scheduler = initialize(job, model)
-    position = DataPosition(corpus, config.gradient_accumulation)  # as configured, not as changed by find_checkpoint
+    position = DataPosition(job, corpus, configured)
     engine.track("position", position)
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
-    resumed_at, writes = None if found is None else position.step, context.is_main
-    open_reporter = functools.partial(Reporter, job.steps, job.log_dir, enabled=writes, tensorboard=job.tensorboard)
-    with StopRequest() as stop, open_reporter(resumed_at=resumed_at) as reporter:
-        announce(reporter, context, corpus, num_parameters)
-        if found is not None and header is not None:
-            announce_resume(reporter, context, found, header)
+    resumed_at = None if found is None else position.step
+    with StopRequest() as stop, Reporter(job, context.is_main, resumed_at) as reporter:
+        announce(reporter, context, settings, corpus, num_parameters)
+        if found is not None:
+            announce_resume(reporter, job, found, saved_position)
         run = Run(
             engine=engine,
+            job=job,
             lr_scheduler=lr_scheduler,
-            batches=Batches(context, corpus),
+            batches=Batches(context, job, corpus),
             position=position,
             corpus=corpus,
             reporter=reporter,
@@ -94,19 +101,21 @@ def train(context: paramp.ParallelContext) -> int:
         return train_steps(run, stop)
 
 
-def find_checkpoint(context: paramp.ParallelContext) -> tuple[Path | None, Header | None]:
-    """The checkpoint to resume from and its header. It may change the accumulation, to keep the global batch."""
-    job = context.config.train
+def find_checkpoint(context: paramp.ParallelContext, job: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint to resume from and the :class:`DataPosition` in it.
+
+    It may change the accumulation, to keep the global batch.
+    """
     show: Callable[[str], None] = functools.partial(print, flush=True) if context.is_main else lambda text: None
     found = find(job.resume, job.checkpoint_dir, show)
     if found is None:
-        return None, None
+        return None, {}
     assert torch.distributed.group.WORLD is not None
     with open_together(found, torch.distributed.group.WORLD, check=False) as checkpoint:  # find has checked it
         header = checkpoint.header
-    if (change := train_data.keep_global_batch(context, header)) is not None:
+    if (change := keep_global_batch(context, job, header)) is not None:
         show(change)
-    return found, header
+    return found, header.values.get("tracked", {}).get("position", {})
 
 
 def initialize(job: TrainConfig, model: paramp.models.GPT) -> tuple[paramp.Engine, Scheduler]:
@@ -153,6 +162,7 @@ class Run:
     """The objects and constants of a run."""
 
     engine: paramp.Engine
+    job: TrainConfig
     lr_scheduler: Scheduler
     batches: Batches
     position: DataPosition
@@ -169,7 +179,7 @@ class Run:
 
 def train_steps(run: Run, stop: StopRequest) -> int:
     """Run the remaining steps. Returns the exit code."""
-    context, job = run.engine.context, run.engine.context.config.train
+    context, job = run.engine.context, run.job
     first = run.position.step + 1
     run.batches.fetch(first)
     raise_on_all_ranks(context, run.batches.failure)
@@ -195,14 +205,14 @@ def train_steps(run: Run, stop: StopRequest) -> int:
 
 def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     """Run one optimizer step. Returns its record for ``metrics.jsonl``, and its timeline if it is traced."""
-    engine, config = run.engine, run.engine.context.config
+    engine, job, config = run.engine, run.job, run.engine.context.config
     start, data_seconds = time.perf_counter(), run.batches.seconds
     engine.train()
-    with engine.recording() if step == config.train.trace else nullcontext() as timeline:
+    with engine.recording() if step == job.trace else nullcontext() as timeline:
         for part, (x, y) in enumerate(run.batches.parts):
             engine.zero_grad()
             engine.forward_backward(x, y, return_loss=False)
-            if step == config.train.histogram and part == config.gradient_accumulation - 1:
+            if step == job.histogram and part == config.gradient_accumulation - 1:
                 save_histogram(run)
             result = engine.step()
     learning_rate = run.lr_scheduler.get_last_lr()[0]
@@ -220,7 +230,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
         "loss_scale": result.loss_scale,
         "skipped": int(result.overflow),
         "lr": learning_rate,
-        "tokens_per_second": config.train.batch_size * config.train.seq_len / seconds,
+        "tokens_per_second": job.batch_size * job.seq_len / seconds,
         "step_seconds": seconds,
         "data_seconds": data_seconds,
         "memory_bytes": memory_bytes(engine.context.device),
@@ -233,7 +243,7 @@ def save_histogram(run: Run) -> None:
     """Write the histogram of the gradients to ``gradients.json`` and ``gradients.png``. Every rank calls it."""
     histogram = run.engine.gradient_histogram()
     if run.engine.context.is_main:
-        folder = user_path(str(run.engine.context.config.train.log_dir))
+        folder = user_path(str(run.job.log_dir))
         numbers, picture = set_aside(folder / "gradients.json"), set_aside(folder / "gradients.png")
         histogram.save(numbers)
         plot_histogram(histogram, picture)
@@ -260,7 +270,7 @@ def evaluate(run: Run, step: int, record: dict[str, Any]) -> None:
     """Record the validation loss. If the data cannot be read any more, save before the error ends the run."""
     start = time.perf_counter()
     try:
-        record["val_loss"] = train_data.evaluate(run.engine, run.corpus)
+        record["val_loss"] = evaluate_held_out(run.engine, run.job, run.corpus)
     except paramp.DataError:
         save(run, step, ending=True)
         raise
@@ -269,7 +279,7 @@ def evaluate(run: Run, step: int, record: dict[str, Any]) -> None:
 
 def save(run: Run, step: int, ending: bool, val_loss: float | None = None) -> None:
     """Write a checkpoint if one is due after ``step`` or the run is ending. When ending, wait until it is written."""
-    last = step == run.engine.context.config.train.steps
+    last = step == run.job.steps
     if run.checkpoints is not None and (ending or last or run.checkpoints.due(step, val_loss)):
         saved = run.checkpoints.save(run.engine, step, metric=val_loss, wait=ending)
         if ending:
@@ -280,7 +290,7 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
     """Log a step: its record, and its timeline and evaluation if there are any."""
     run.reporter.step(record)
     if timeline is not None and run.engine.context.is_main:
-        trace = set_aside(user_path(str(run.engine.context.config.train.log_dir)) / "trace.json")
+        trace = set_aside(user_path(str(run.job.log_dir)) / "trace.json")
         timeline.save(trace)
         run.reporter.say(f"{timeline.describe()}; {trace}")
     if "val_loss" in record:

@@ -8,7 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples"))
-sys.path.insert(2, str(Path(__file__).parent / "data"))
+sys.path.insert(2, str(Path(__file__).parents[1] / "launch"))
+sys.path.insert(3, str(Path(__file__).parent / "launch"))
+sys.path.insert(4, str(Path(__file__).parent / "data"))
 
 import block_sizes
 import warm

@@ -1,8 +1,7 @@
 """How much a loop over memory or over a file takes at a time: every such size, so that one place tells and sets them.
 
-Read them when they are used, as ``sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on them,
-but where a document is cut into parts (:data:`TEXT_READ`, :data:`TOKENIZED`). What defines an arithmetic, such as the
-rows of the norm, is with its code.
+Read them when they are used, as ``sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on them.
+What defines an arithmetic, such as the rows of the norm, is with its code.
 """
 
 STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}
@@ -32,10 +31,6 @@ APART = 2**18
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 
-SWAPPED = 2**16
-"""Bytes up to which two ranks send each other a sum of any dtype, in place of gloo's ring."""
-SWAP_PIECE = 2**19
-"""Elements that they send each other at a time; bounds the memory for what arrives."""
 SUM_PIECE = 2**19
 """Elements that are summed in a tree at a time: the slices that are sent, and those received, exist besides."""
 
@@ -50,9 +45,3 @@ TRACE_FILE = 2**28
 
 CHECKED_READ = 2**22
 """Bytes of a checkpoint's file that are read at once for its checksum."""
-TEXT_READ = 2**22
-"""The most bytes of a text that are read or encoded at once."""
-TOKENIZED = 2**20
-"""The most characters that a tokenizer encodes at once."""
-TOKENS_READ = 2**18
-"""Tokens that are read at once from a source of which all are read."""

@@ -1,7 +1,8 @@
-"""The private names of torch and of other trainers that paramp uses: what for, and in which versions they are known.
+"""The names of torch and of other trainers that paramp reaches into: what for, and in which versions they are known.
 
 :data:`INVENTORY` has a row for each owner, a module or a class. Code takes functions and classes by :func:`take`, and
 calls :func:`expect` where it begins to use attributes of a class; both raise an error that names what is missing.
+:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while.
 :func:`warn_if_untested` warns once of a version of torch with which no test has run.
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -52,8 +55,34 @@ GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 STAGE = "torch.distributed.pipelining.stage._PipelineStageBase"
 
+TO_FP32 = (
+    # norms
+    "layer_norm native_layer_norm rms_norm group_norm norm renorm frobenius_norm nuclear_norm linalg_vector_norm "
+    "linalg_matrix_norm cosine_similarity dist pdist cdist "
+    # softmax and sums
+    "softmax log_softmax softplus logsumexp sum prod cumsum cumprod "
+    # exponentials, logarithms, powers
+    "exp expm1 log log10 log2 log1p pow rsqrt reciprocal acos asin cosh sinh tan erfinv "
+    # losses
+    "nll_loss nll_loss2d poisson_nll_loss hinge_embedding_loss cosine_embedding_loss kl_div l1_loss smooth_l1_loss "
+    "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+    "multi_margin_loss binary_cross_entropy_with_logits "
+    # resampling
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_trilinear3d upsample_bicubic2d"
+)
+"""The operators that torch's table for CUDA widens to fp32 (``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``)."""
+TO_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+"""The operators that it casts to the widest dtype of their arguments (``AT_FORALL_PROMOTE``)."""
+
 INVENTORY = (
     # torch: kernels and the dispatcher
+    Private("torch.ops.aten", f"{TO_FP32} {TO_WIDEST} lstm", "kernels that are replaced: autocast as on CUDA"),
+    Private(
+        "torch.ops.aten",
+        "mm addmm bmm baddbmm addbmm mv addmv dot convolution convolution_backward",
+        "kernels that are replaced: fp16 products computed in fp32 on CPUs",
+    ),
     Private("torch", "_foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _foreach_zero_", "lists of tensors"),
     Private("torch", "_fused_adam_ _fused_adamw_ _fused_sgd_", "the optimizer's step over flat buffers"),
     Private("torch", "_amp_foreach_non_finite_check_and_unscale_", "unscaling gradients"),
@@ -65,7 +94,7 @@ INVENTORY = (
     Private(
         "torch.ops.aten",
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-        "fp16 attention computed in fp32 on CPUs",
+        "kernels that are replaced: fp16 attention computed in fp32 on CPUs",
     ),
     Private(
         "torch.ops.aten",
@@ -272,6 +301,25 @@ def lacks(row: Private) -> list[str]:
     except (ImportError, AttributeError):
         return row.names.split()
     return [name for name in row.names.split() if not _has(owner, name)]
+
+
+REPLACED: WeakValueDictionary[str, torch.library.Library] = WeakValueDictionary()
+"""The kernels of torch's operators that :func:`replace_kernels` has replaced, by their key in the dispatcher."""
+_replacing = threading.Lock()
+
+
+def replace_kernels(key: str, kernels: Mapping[Any, Callable[..., Any]]) -> torch.library.Library:
+    """Replace ``kernels`` of operators of :data:`INVENTORY` under ``key`` in this process, while the result is kept.
+
+    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` shares them.
+    """
+    with _replacing:
+        library = REPLACED.get(key)
+        if library is None:
+            REPLACED[key] = library = torch.library.Library("aten", "IMPL")
+            for operator, kernel in kernels.items():
+                library.impl(operator, kernel, key, with_keyset=True)
+    return library
 
 
 def older_than(version: str) -> bool:

@@ -242,27 +242,3 @@ def _newer_than(start: Path | None, folder: Path) -> list[Path]:
     existing = checkpoints_in(folder)
     first = next((step for step, path in existing if start is not None and path.resolve() == start.resolve()), -1)
     return [path for step, path in existing if step > first]
-
-
-def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
-
-    Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: the microbatches of a rank in each call.
-        before: accumulation and data ranks of the run that is resumed.
-
-    Raises:
-        ConfigError: the batch does not divide for any accumulation.
-    """
-    accumulation, ranks = before
-    least = max(1, -(-accumulation * ranks // data_size))
-    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
-    samples, rest = divmod(batch_size, data_size * num_microbatches)
-    for fitting in range(least, samples + 1):
-        if not rest and samples % fitting == 0:
-            return fitting
-    raise ConfigError(
-        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
-        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
-    )

@@ -1,9 +1,9 @@
 """The compute context of forward, criterion and backward, for the engine and other front ends; the checked criterion.
 
 A :class:`ComputeContext` has up to three parts. fp16 products are emulated on CPUs without fp16 arithmetic
-(:mod:`paramp.precision.fp16_emulation`). Autocast and the default dtype follow the mode, with norms and softmax in fp32
-on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose vocabulary
-is sharded (:mod:`paramp.parallel.tensor.sharded_loss`).
+(:mod:`paramp.precision.fp16_emulation_cpu`). Autocast and the default dtype follow the mode, with norms and softmax in
+fp32 on the CPU as on CUDA (:mod:`paramp.precision.autocast`). In the criterion, cross-entropy takes logits whose
+vocabulary is sharded (:mod:`paramp.parallel.tensor.sharded_loss`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ..base.dtensor import full_tensor, is_dtensor
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext, current_context
 from ..distributed.numerics import Numerics
-from ..parallel.batches import Batch, loss_in
-from ..precision.autocast import computing, moved, widening
+from ..parallel.batch_outputs import loss_in
+from ..parallel.batches import Batch
+from ..precision.autocast import computing, moved, widening, widening_kernels
 from ..precision.capabilities import has_native_fp16
-from ..precision.fp16_emulation import emulate_fp16
+from ..precision.fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from ..precision.policy import Precision
 from .count_unit import as_count
 
@@ -73,6 +74,16 @@ class ComputeContext:
             return False
         return not has_native_fp16(self.device) if self.emulation in ("auto", None) else bool(self.emulation)
 
+    @functools.cached_property
+    def kernels(self) -> list[torch.library.Library | None]:
+        """What replaces kernels of torch in :meth:`enter`: kept from the first one on, as long as this object is."""
+        widened = widening_kernels(self.device.type) if self.precision.autocast else None
+        return [widened, fp16_kernels() if self.emulate else None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: not the kernels, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "kernels"}
+
     @contextmanager
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
         """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
@@ -81,6 +92,7 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
+        _ = self.kernels
         with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.numerics.computing():
             yield
 
@@ -88,9 +100,8 @@ class ComputeContext:
         """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
         if not self.sharded:
             return nullcontext()
-        from ..parallel.tensor.sharded_loss import (
-            vocab_parallel_loss,  # imports DTensor, which other layouts do not need
-        )
+        # This imports DTensor, which other layouts do not need.
+        from ..parallel.tensor.sharded_loss import vocab_parallel_loss
 
         return vocab_parallel_loss(others=not in_model, computes=not self.numerics.computes_cross_entropy)
 

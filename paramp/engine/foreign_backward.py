@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..optim.flat_gradients import FlatGradients
 
@@ -20,14 +19,14 @@ class ForeignBackward:
     """Notices a backward that is not the engine's and accumulates gradients; ``torch.autograd.grad`` does not.
 
     Attributes:
-        handles: of hooks on parameters, during such a backward and until :meth:`stop`.
+        handles: what removes hooks on parameters, during such a backward and until :meth:`stop`.
         accumulated: whether there was one.
     """
 
     def __init__(self, gradients: FlatGradients) -> None:
         self._gradients = gradients
         self._in_ours = False
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[Callable[[], None]] = []
         self.accumulated = False
 
     @contextmanager
@@ -47,7 +46,7 @@ class ForeignBackward:
     def stop(self) -> None:
         """Remove the hooks on parameters."""
         while self.handles:
-            self.handles.pop().remove()
+            self.handles.pop()()
 
     def _notice(self, _: torch.Tensor) -> None:
         if not self._in_ours and not self.handles:

@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics, numerics_of
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
+from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
-from ..parallel.compiled_blocks import CompiledBlocks
 from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
@@ -90,11 +90,10 @@ def initialize(
     numerics.prepare(context, model, optimizers)
     prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
-    model_plan = plan_model(model, plan, optimizers, numerics, context)
-    compiled = CompiledBlocks(model, compile_options, context)
+    model_plan = plan_model(model, plan, optimizers, compile_options, numerics, context)
     local_model = make_local(model_plan, numerics, context)
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
-    compiled.apply(stage.module for stage in local_model.stages)
+    model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     tracked = {"lr_scheduler": wrapped, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
@@ -114,7 +113,8 @@ def _make_weights(
     """Move this rank's parameters into flat buffers, create masters, and give optimizers what they step."""
     module = model.stages.module
     group_of = groups_by_name(optimizers, plan.names_of)
-    weights = FlatWeights(module, numerics, context, optimizers, group_of, model.ties, model.units)
+    reduction = gradient_reduction(model.ties, model.units, numerics, context)
+    weights = FlatWeights(module, optimizers, group_of, reduction, numerics, context)
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, plan.names_of, one)

@@ -17,8 +17,8 @@ from ..base.errors import ConfigError
 from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
 from ..optim.compiled.step import fused_step_for
+from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients
-from ..optim.param_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.decision import NUM_SUMS, StepDecision, decide
 from ..scaling.local_norm import count_zeros
@@ -235,9 +235,7 @@ class OptimizerStep:
     def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:
         """The decision of all ranks, and the parameters that no data rank has a gradient for; a collective.
 
-        Args:
-            found_inf: 0-dim float32, from :meth:`~paramp.optim.flat_gradients.FlatGradients.complete`.
-            scale: 0-dim float32, the loss scale that the gradients carry.
+        ``found_inf``: what :meth:`FlatGradients.complete` returned.
         """
         changed = self._changes.look() if self._changes.watches else self._unchanged
         presence = [self._gradients.presence(self._first_names)] if self._differ else []

@@ -14,8 +14,8 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.replicated_axes import replicated_axes
-from ..optim.flat_gradients import FlatGradients
-from ..optim.param_buffer import FlatParam
+from ..optim.flat_buffer import FlatParam
+from ..optim.flat_gradients import FlatGradients, GradientReduction
 from ..scaling.grad_reduce import sum_tied_gradients
 from .tree_sum import SumTree, Terms, sum_over_
 
@@ -67,16 +67,18 @@ class _Tapped(torch.autograd.Function):
         return None, None
 
 
-class ChunkGradients(FlatGradients):
-    """As :class:`~paramp.optim.flat_gradients.FlatGradients`, complete over data ranks after each call.
+class ChunkGradients(GradientReduction):
+    """The reduction of gradients that are complete over data ranks after each call.
 
     The gradient of a call is the tree's sum over its chunks, this rank's first, in fp32; it is added to that of earlier
     calls of the window, and rounded to the dtype of gradients.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self._overlapped = None  # nothing is left to reduce at the step
+    sums_changes = False
+
+    def attach(self, gradients: FlatGradients) -> None:
+        """As in the base class."""
+        super().attach(gradients)
         self._stages: dict[int, list[FlatParam]] = {}
         self._taps: dict[int, list[Tap]] = {}
         self._trees: dict[int, SumTree] = {}
@@ -115,7 +117,7 @@ class ChunkGradients(FlatGradients):
         yield from ((tap.name, tap.param, tap.chunk) for tap in self._taps[stage] if tap.chunk is not None)
 
     def of_window(self) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
-        """The gradients of the window, as :meth:`of_chunk`, before :meth:`collect`."""
+        """The gradients of the window, as :meth:`of_chunk`, before :meth:`before_collection`."""
         params, taps = chain(*self._stages.values()), chain(*self._taps.values())
         yield from ((param.name, param, param.local_gradient) for param in params if self._has_one(param))
         yield from ((tap.name, tap.param, tap.window) for tap in taps if tap.window is not None)
@@ -194,9 +196,8 @@ class ChunkGradients(FlatGradients):
             torch._foreach_zero_([param.local_gradient for param in params])
         self._zeros.update((param, param.version) for param in params)
 
-    def zero_grad(self) -> None:
+    def forget(self) -> None:
         """As in the base class; also what a failed call has left."""
-        super().zero_grad()
         for tap in chain(*self._taps.values()):
             tap.chunk = tap.window = None
         self._trees, self._earlier, self._written, self._in_call = {}, {}, {}, False
@@ -216,7 +217,6 @@ class ChunkGradients(FlatGradients):
                     f"the gradient of {param.name!r}, a tied parameter, was changed by hand, but with reproducible the "
                     "gradients of its uses are added at the step only; do not change it, or untie the parameter"
                 )
-        super().check()
 
     def _check_replicated(self) -> None:
         axis = self._context.tensor_axis
@@ -237,29 +237,22 @@ class ChunkGradients(FlatGradients):
                     "part of the gradient; use it behind the rowwise layer, or leave these layers out of the plan"
                 )
 
-    def are_unchanged(self) -> bool:
-        """True: gradients that are set by hand would not be summed over data ranks."""
-        return True
-
-    def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
-        """As in the base class, and those of tied uses."""
-        yield from super().before_reduction()
+    def outside_buffers(self) -> Iterator[tuple[torch.Tensor, float]]:
+        """Those of tied uses."""
         taps = chain(*self._taps.values())
-        yield from ((tap.window, tap.param.norm_weight) for tap in taps if tap.window is not None)
+        return ((tap.window, tap.param.norm_weight) for tap in taps if tap.window is not None)
 
-    @torch.no_grad()
-    def collect(self, found_inf: torch.Tensor) -> None:
+    def before_collection(self, found_inf: torch.Tensor) -> None:
         """As in the base class; a parameter whose uses are all tapped has a gradient too."""
         for tap in chain(*self._taps.values()):
             if tap.window is not None:
                 tap.param.local_gradient.add_(tap.window)
                 tap.window = None
-        super().collect(found_inf)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the gradients of tied parameters over the stages that hold a copy."""
-        sum_tied_gradients(self._context, self._parameters, torch.float32, complete=True)
+        sum_tied_gradients(self._context, self._gradients.parameters, torch.float32, complete=True)
 
 
 def presence_of(terms: Terms, device: torch.device) -> torch.Tensor:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ..base import sizes
-from ..optim.param_buffer import FlatParam
-from ..optim.sharded_gradients import UnitGradients
+from ..optim.flat_buffer import FlatParam
 from .chunk_gradients import ChunkGradients, presence_of, without_absent
 from .tree_sum import Terms, own_slice_of_sum, sum_over
 
 
-class ShardedChunkGradients(ChunkGradients, UnitGradients):
+class ShardedChunkGradients(ChunkGradients):
     """As :class:`ChunkGradients`: a chunk's gradients are whole, and of a call's each rank gets its shards.
 
     Units gather parameters as elsewhere, and reduce no gradients. So those of a chunk are the same as without them.
@@ -25,7 +24,8 @@ class ShardedChunkGradients(ChunkGradients, UnitGradients):
     def _take_one(self, param: FlatParam) -> torch.Tensor | None:
         if not param.reserved:  # it has no elements, and is not gathered
             return super()._take([param])[0]
-        gradient = self._units.take_gradient(param.parameter)
+        assert self.units is not None
+        gradient = self.units.take_gradient(param.parameter)
         return None if gradient is None else gradient.float() + 0.0  # 0 for -0, as where gradients are added to zeros
 
     def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam]) -> Terms:

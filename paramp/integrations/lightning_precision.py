@@ -52,6 +52,7 @@ class LightningPrecision:
         """The attribute that Lightning reads."""
         self._check_mode()
         self._emulate = emulate_fp16
+        self._computes: dict[torch.device, ComputeContext] = {}
         self._group = group
         self._models: WeakSet[nn.Module] = WeakSet()
         self._scale = SharedGradScaler(self.mode.scaling, self._models, group=group)
@@ -146,7 +147,8 @@ class LightningPrecision:
     def _computing(self, *, autocast: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for device in map(torch.device, device_types(self._models)):
-                stack.enter_context(ComputeContext(self.mode, device, self._emulate).enter(autocast=autocast))
+                compute = self._computes.setdefault(device, ComputeContext(self.mode, device, self._emulate))
+                stack.enter_context(compute.enter(autocast=autocast))
             yield
 
     def convert_input(self, data: Any) -> Any:

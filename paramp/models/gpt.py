@@ -14,7 +14,7 @@ from torch import nn
 
 from ..parallel.tensor.sharded_loss import mask_tail
 from .presets import PresetModel
-from .transformer import Dropout, Linear, TransformerConfig
+from .transformer import Linear, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Embedding(nn.Module):
         self.max_seq_len = config.max_seq_len
         self.tokens = TokenTable(config.padded_vocab_size, config.width, config.init_std)
         self.positions = TokenTable(config.max_seq_len, config.width, config.init_std)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]

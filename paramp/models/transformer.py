@@ -81,13 +81,6 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class Dropout(nn.Dropout):
-    """``nn.Dropout`` that does not call torch where it changes nothing."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.p and self.training else x
-
-
 class Attention(nn.Module):
     """Self-attention. The rows of ``qkv`` are ordered by head (query, key, value of each), so heads shard."""
 
@@ -133,7 +126,7 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))

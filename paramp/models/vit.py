@@ -16,7 +16,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, require
 from .presets import PresetModel
-from .transformer import Dropout, Linear, TransformerConfig
+from .transformer import Linear, TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class PatchEmbedding(nn.Module):
         self.patches = Linear(pixels, config.width, 1 / math.sqrt(pixels))
         self.token = nn.Parameter(torch.empty(1, config.width)) if config.class_token else None
         self.positions = nn.Parameter(torch.empty(config.seq_len, config.width))
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -22,7 +22,7 @@ from ..base.coerce import user_path
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..scaling.grad_norm import norm_weight
 from .own_loop import agreed_call, checked_scale
 

@@ -27,7 +27,7 @@ from ..base.errors import ReplicaDrift, require
 from ..base.wrapped_models import unwrapped
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.replicated_axes import replicated_axes
-from ..optim.flat_params import FlatWeights
+from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replicas import TiedParameter
 from .bit_hash import hash_bits

@@ -10,10 +10,10 @@ import torch
 from ..base import sizes
 from ..base.errors import ConfigError
 from ..base.scratch import Scratch
-from .flat_params import OptimizerWeights
+from .flat_buffer import FlatParam
+from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep
 from .matrices.step import MatrixStep
-from .param_buffer import FlatParam
 from .user_optimizer import NarrowState, check_narrow_state
 
 

@@ -1,8 +1,8 @@
 """Gradients in flat buffers, from the backward to the reduced gradients that the optimizer steps with.
 
 ``parameter.grad`` is a view of its buffer, so that autograd accumulates there and a reduction over data ranks is one
-collective for each buffer. Gradients that cannot accumulate in place (with placements other than their parameter's, or
-replaced by the user) are copied there once per step.
+collective for each buffer (:mod:`.gradient_reduction`). Gradients that cannot accumulate in place (with placements
+other than their parameter's, or replaced by the user) are copied there once per step.
 """
 
 from __future__ import annotations
@@ -10,48 +10,116 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from ..base.collectives import sum_
-from ..base.dtensor import is_dtensor, local
-from ..base.local_leaves import Leaves, make_leaf, using
+from ..base.dtensor import is_dtensor, local, version
+from ..base.module_surgery import num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
-from ..precision.policy import Precision
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
+from .flat_buffer import Buffer, FlatParam, step_ranges
 from .master_weights import NamedParameters, check_frozen
-from .param_buffer import Buffer, FlatParam, StepRange
-from .zero import OverlappedReduceScatter
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-expect("torch._foreach_copy_", "torch._foreach_zero_")
+expect("torch._foreach_copy_")
 
 # Applied with map() to all parameters, several times a step: without a Python call for each.
 GRADIENT = operator.attrgetter("grad")
-LOCAL = operator.attrgetter("_local_tensor")
 VERSION = operator.attrgetter("_version")
-ADDRESS = torch.Tensor.data_ptr
+LOCAL = operator.attrgetter("_local_tensor")
+ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
+
+
+class Units(Protocol):
+    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
+
+    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
+
+    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
+
+    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
+
+
+class GradientReduction:
+    """How gradients are summed over data ranks; this one is for one data rank, and the others are its subclasses.
+
+    Attributes:
+        ties: the parameters that several pipeline stages hold a copy of.
+        units: those of FSDP2 that gather the parameters in a batch; None if it does not shard them.
+        sums_changes: whether gradients that are set by hand are summed too.
+    """
+
+    sums_changes = True
+
+    def __init__(self, ties: Sequence[TiedParameter], units: Units | None) -> None:
+        self.ties, self.units = ties, units
+
+    def attach(self, gradients: FlatGradients) -> None:
+        """Reduce ``gradients`` from now on."""
+        self._gradients = gradients
+        self._params, self._context, self._zeros = gradients.params, gradients.context, gradients.zeros
+
+    def begin_backward(self) -> None:
+        """Gradients are in their buffers, and a backward or the step begins."""
+
+    def begin_last_backward(self) -> None:
+        """The next backward is the last one of a window."""
+
+    def end_last_backward(self) -> None:
+        """It has ended, on all data ranks."""
+
+    def forget(self) -> None:
+        """All gradients were set to zero."""
+
+    def check(self) -> None:
+        """Raise a RuntimeError for gradients that were changed by hand where no reduction takes the change."""
+
+    def before_collection(self, found_inf: torch.Tensor) -> None:
+        """The step begins. ``found_inf``, 0-dim float32, is set to 1 for what is not finite and not checked later."""
+
+    def absent(self, unchanged: list[FlatParam]) -> list[FlatParam]:
+        """The parameters without a gradient on this rank; ``unchanged``: whose buffers nobody has written to."""
+        return unchanged
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
+
+        The summation order over data ranks depends on the position in the buffer, which differs between stages. So the
+        sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
+        """
+        self._sum_ties()
+
+    def _sum_ties(self) -> None:
+        if self.ties:
+            dtype = self._context.config.precision.reduce_dtypes.pp
+            sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
+
+    def outside_buffers(self) -> Iterable[tuple[torch.Tensor, float]]:
+        """Gradients that are not in their buffers yet, and their norm weights; before those are looked at."""
+        return ()
 
 
 class FlatGradients:
     """The gradients of one rank's trained parameters.
 
-    Args:
+    Attributes:
         params: in the model's order.
         buffers: the buffers of ``params``, in the order in which the backward completes them.
-        ranges: the ranges that this rank steps if every parameter has a gradient.
-        frozen: the parameters that are not trained, by name.
-        ties: the parameters that several pipeline stages hold a copy of.
-
-    Attributes:
+        reduction: how gradients are summed over data ranks.
+        tied: the parameters that several pipeline stages hold a copy of.
+        zeros: the version of each gradient when it was last known to be zero.
         overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
         fail: called with an error for gradients that a step cannot use.
         before_batch: called before the forward of each batch.
@@ -61,45 +129,38 @@ class FlatGradients:
         self,
         params: Sequence[FlatParam],
         buffers: Sequence[Buffer],
-        ranges: Sequence[StepRange],
         frozen: NamedParameters,
-        ties: Sequence[TiedParameter],
-        precision: Precision,
+        reduction: GradientReduction,
         context: ParallelContext,
     ) -> None:
-        self._params = params
-        self._parameters = [param.parameter for param in params]
-        self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
-        self._local_views: list[torch.Tensor] = []
-        self._leaves: Leaves = {}
-        self._buffers = buffers
-        self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
-        self._ranges = ranges
-        self._frozen = frozen
-        self._ties, self._tied = ties, {tie.parameter for tie in ties}
-        self._tied_params = [param for param in params if param.parameter in self._tied]
+        """``frozen``: the parameters that are not trained, by name."""
+        self.params, self.buffers, self.context = params, buffers, context
+        self.parameters = [param.parameter for param in params]
+        self.tied = {tie.parameter for tie in reduction.ties}
+        self.zeros: dict[FlatParam, int] = dict.fromkeys(params, 0)
         self.overflow = torch.zeros((), device=context.device)
         self.fail: Callable[[Exception], None] = _raise
-        self._reduce_dtypes = precision.reduce_dtypes
-        self._context = context
         self.before_batch: Callable[[], object] = lambda: None
+        self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
+        self._for_norm: tuple[list[torch.Tensor], list[float]] = [], []  # once they are allocated
+        self._frozen = frozen
+        self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
+        self._local_views: list[torch.Tensor] = []
+        self._are_sharded = [*map(is_dtensor, self.parameters)]
+        self._addresses: list[int] | None = None
+        """Where parameters and gradients have to be: in their buffers."""
         self._absent: list[FlatParam] = []
         self._noted = [0] * len(params)
-        self._noted_outside: dict[FlatParam, tuple[torch.Tensor, tuple[int, ...]]] = {}
-        self._zeros: dict[FlatParam, int] = dict.fromkeys(params, 0)
-        """The version of each gradient when it was last known to be zero."""
+        self._noted_outside: dict[FlatParam, tuple[torch.Tensor, int]] = {}
         self._mismatched: list[FlatParam] = []
-        self._addresses: _Addresses | None = None
         self._presence: tuple[tuple[str, ...], torch.Tensor] | None = None
         self._hooks = [
-            param.parameter.register_hook(functools.partial(_find_mismatch, param, self._zeros, self._mismatched))
+            param.parameter.register_hook(functools.partial(_find_mismatch, param, self.zeros, self._mismatched))
             for param in params
-            if is_dtensor(param.parameter)
+            if is_dtensor(param.parameter) and reduction.units is None  # which bring gradients to the placements
         ]
-        self._overlapped: OverlappedReduceScatter | None = None
-        if any(buffer.num_parts > 1 for buffer in buffers):
-            reduce_dtype = self._reduce_dtypes.dp
-            self._overlapped = OverlappedReduceScatter(buffers, context, reduce_dtype, self._tied, self._take_back)
+        self.reduction = reduction
+        reduction.attach(self)
 
     def complete(self) -> torch.Tensor:
         """Bring each gradient to its parameter's placements, and sum it over data ranks and tied copies.
@@ -115,69 +176,70 @@ class FlatGradients:
         except RuntimeError as error:
             self.fail(error)
         self.collect(found_inf)
-        self.reduce()
+        self.reduction.reduce()
         return found_inf
 
     def drop(self, *, overflow: bool = True) -> None:
         """Make all gradients zero, and forget an ``overflow`` that they hide."""
         self.zero_grad()
-        for tie in self._ties:
+        for tie in self.reduction.ties:
             tie.summed = None
         if overflow:
             self.overflow.zero_()
 
     def zero_grad(self) -> None:
         """Set every gradient to zero: one fill for each buffer."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.gradients.zero_()
         for param in chain(self._outside(), self._mismatched):
             param.parameter.grad = None if param.placement_mismatch else param.gradient
         self.snapshot()
-        self._zeros.update(zip(self._params, self._noted, strict=True))
+        self.zeros.update(zip(self.params, self._noted, strict=True))
         for _, parameter in self._frozen:  # one that was unfrozen since may have a gradient
             parameter.grad = None
+        self.reduction.forget()
 
     def begin_window(self) -> None:
         """Make each ``.grad`` a view of its buffer, so that backwards accumulate there; allocate at the first call.
 
         A backward that finds no ``.grad`` creates a new tensor, whose values :meth:`collect` copies.
+
+        Raises:
+            RuntimeError: FSDP2 shards the parameters, and one has a hook, which would not be called.
         """
+        sharded = self.reduction.units is not None
+        if name := next((param.name for param in self.params if sharded and num_hooks(param.parameter)), None):
+            raise RuntimeError(
+                f"{name!r} has a hook on its gradient, which fully_shard does not call (parallel.data.shard); remove "
+                "it, and change the gradient in engine.before_step instead"
+            )
         if self._addresses is None:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 buffer.make_gradients()
-            self._views = [param.gradient for param in self._params]
-            self._local_views = [param.local_gradient for param in self._params]
-            self._leaves = {
-                id(parameter): (make_leaf(parameter, gradient), gradient)
-                for parameter, gradient in zip(self._parameters, self._views, strict=True)
-                if is_dtensor(parameter) and is_dtensor(gradient)
-            }
-            self._addresses = _Addresses(self._buffer_of)
-            self._zeros.update(zip(self._params, self._versions(), strict=True))
+            self._views = [param.gradient for param in self.params]
+            self._local_views = [param.local_gradient for param in self.params]
+            places = [self._buffer_of[param] for param in self.params]
+            weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
+            self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
+            parts = [(part, one.norm_weight) for one in step_ranges(self.buffers) for part in one.in_blocks()]
+            self._for_norm = [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
+            self.zeros.update(zip(self.params, self.versions(), strict=True))
         if outside := self._outside():
-            self._take_back(outside)
+            self.take_back(outside)
+        self.reduction.begin_backward()
 
     def _outside(self) -> list[FlatParam]:
         """The parameters whose ``.grad`` is not the view of their buffer."""
-        return list(compress(self._params, map(operator.is_not, map(GRADIENT, self._parameters), self._views)))
+        return list(compress(self.params, map(operator.is_not, map(GRADIENT, self.parameters), self._views)))
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Each parameter's ``version``."""
         if self._addresses is None:
-            return [0] * len(self._params)
+            return [0] * len(self.params)
         return list(map(operator.add, map(VERSION, self._views), map(VERSION, self._local_views)))
 
-    def local_leaves(self) -> AbstractContextManager[None]:
-        """A context for a forward and its backward, whose layers compute on leaves (:mod:`paramp.base.local_leaves`).
-
-        The parameters' own nodes are not in its graph.
-        """
-        # Without leaves too, activations such as sharded logits keep their local tensors in it.
-        used = bool(self._leaves) or self._context.tensor_axis.size > 1
-        return using(self._leaves) if used else nullcontext()
-
     @torch.no_grad()
-    def _take_back(self, params: Iterable[FlatParam]) -> None:
+    def take_back(self, params: Iterable[FlatParam]) -> None:
         """Copy gradients that the user replaced, or set to None, back to their buffers, which ZeRO reduces.
 
         Those of ``params`` that are in their buffers stay as they are.
@@ -187,9 +249,9 @@ class FlatGradients:
             if given is param.gradient or (param.placement_mismatch and given is not None):
                 continue
             if given is None:
-                if param.version != self._zeros[param]:  # the buffer has values, but the user has dropped them
+                if param.version != self.zeros[param]:  # the buffer has values, but the user has dropped them
                     param.local_gradient.zero_()
-                    self._zeros[param] = param.version
+                    self.zeros[param] = param.version
                 if param.placement_mismatch:
                     continue
             elif is_dtensor(given) and given.placements != cast("DTensor", param.parameter).placements:
@@ -203,13 +265,17 @@ class FlatGradients:
 
         A frozen parameter has a gradient, or a parameter or gradient was moved out of its buffer.
         """
+        self.reduction.check()
         if any(parameter.grad is not None for _, parameter in self._frozen):
             check_frozen(self._frozen)
         self.begin_window()
-        moved = self._addresses.moved() if self._addresses is not None else None
-        if moved is not None:
+        pairs = zip(chain(self.parameters, self._views), self._are_sharded * 2, strict=True)
+        addresses = [ADDRESS(LOCAL(tensor) if sharded else tensor) for tensor, sharded in pairs]
+        if self._addresses is not None and addresses != self._addresses:
+            different = next(index for index, at in enumerate(addresses) if at != self._addresses[index])
+            name = self.params[different % len(self.params)].name
             raise RuntimeError(
-                f"{moved.name!r} was moved after initialize (its .data was replaced, or its module was cast or given "
+                f"{name!r} was moved after initialize (its .data was replaced, or its module was cast or given "
                 "another memory format), so that steps would not change it; do that before initialize, and change "
                 "values in place (copy_, load_state_dict)"
             )
@@ -226,47 +292,55 @@ class FlatGradients:
         if self._addresses is None or outside:
             self.begin_window()
             outside = self._outside()
-        if self._overlapped is not None:
-            # Changed after the buffer was reduced: elements outside this rank's part are not checked later.
-            unscale_and_check_(self._overlapped.changed_since(), torch.ones_like(found_inf), found_inf)
+        self.reduction.before_collection(found_inf)
         for hook in self._hooks:  # the first window has shown which gradients have other placements
             hook.remove()
         self._hooks = []
         arrived = [param for param in outside if param.parameter.grad is not None]
         if arrived:
-            whole = align_gradients([param.parameter for param in arrived], self._reduce_dtypes.tp)
+            reduce_dtype = self.context.config.precision.reduce_dtypes.tp
+            whole = align_gradients([param.parameter for param in arrived], reduce_dtype)
             unscale_and_check_(whole, torch.ones_like(found_inf), found_inf)
             torch._foreach_copy_(
                 [param.local_gradient for param in arrived],
                 [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived],
             )
         for param in outside:
-            if param.parameter.grad is not None or param.parameter in self._tied:
+            if param.parameter.grad is not None or param.parameter in self.tied:
                 param.parameter.grad = param.gradient
         self.snapshot()
-        self._absent = list(compress(self._params, map(operator.eq, self._noted, self._zeros.values())))
+        unchanged = list(compress(self.params, map(operator.eq, self._noted, self.zeros.values())))
+        self._absent = self.reduction.absent(unchanged)
+
+    @property
+    def knows_placements(self) -> bool:
+        """Whether a window has shown which gradients have other placements than their parameters."""
+        return not self._hooks
 
     def snapshot(self) -> None:
         """Record the gradients' versions, for :meth:`are_unchanged`."""
-        self._noted = self._versions()
+        self._noted = self.versions()
         # Of other placements, as under sequence parallelism, they stay outside of the buffers until the window ends.
         kept = ((param, param.parameter.grad) for param in self._mismatched)
-        self._noted_outside = {param: (grad, _versions_of(grad)) for param, grad in kept if grad is not None}
+        self._noted_outside = {param: (grad, version(grad)) for param, grad in kept if grad is not None}
 
     def are_unchanged(self) -> bool:
         """Whether no gradient was accumulated, changed or replaced since the last step or :meth:`snapshot`.
 
         Zeroing all is not a change; gradients of tied parameters are ignored, because the step itself changes them.
+        So are all that are set by hand where the :attr:`reduction` would not sum them.
         """
-        return all(
-            param.parameter in self._tied
-            or (param.version == noted and _is_as_noted(param, self._noted_outside.get(param, (None, ()))))
-            for param, noted in zip(self._params, self._noted, strict=True)
+        return not self.reduction.sums_changes or all(
+            param.parameter in self.tied
+            or (param.version == noted and _is_as_noted(param, self._noted_outside.get(param, (None, 0))))
+            for param, noted in zip(self.params, self._noted, strict=True)
         )
 
-    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-        """Call ``call`` with each parameter that a backward gives a gradient, until the handles are removed."""
-        return [param.parameter.register_post_accumulate_grad_hook(call) for param in self._params]
+    def on_accumulation(self, call: Callable[[torch.Tensor], None]) -> list[Callable[[], None]]:
+        """Call ``call`` with each parameter that a backward gives a gradient; returns what ends that."""
+        if self.reduction.units is not None:
+            return [self.reduction.units.on_gradient(call)]
+        return [parameter.register_post_accumulate_grad_hook(call).remove for parameter in self.parameters]
 
     def absent(self) -> list[FlatParam]:
         """The parameters that had no gradient on this rank when :meth:`collect` was called."""
@@ -280,53 +354,19 @@ class FlatGradients:
         """
         key = tuple(param.name for param in self._absent)
         if self._presence is None or self._presence[0] != key:  # cached: a copy to a GPU synchronises
-            have = {first_names[param.name] for param in self._params if param.name not in set(key)}
+            have = {first_names[param.name] for param in self.params if param.name not in set(key)}
             values = torch.tensor([float(name in have) for name in dict.fromkeys(first_names.values())]).double()
-            self._presence = key, values.to(self._context.device)
+            self._presence = key, values.to(self.context.device)
         return self._presence[1]
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum the gradients over data ranks, and then those of tied parameters over the stages that hold a copy.
-
-        One all-reduce for each buffer; under ZeRO one reduce-scatter for each buffer that the backward has not reduced,
-        after which this rank has the sums of its part.
-
-        The summation order over data ranks depends on the position in the buffer, which differs between stages. So the
-        sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
-        """
-        group = self._context.batch_axis.group
-        tied = [param.local_gradient for param in self._tied_params]
-        whole = [buffer.gradients for buffer in self._buffers] if self._overlapped is None else tied
-        for gradients in whole if self._context.batch_axis.size > 1 else ():
-            sum_([gradients], group, self._reduce_dtypes.dp)
-        if self._ties:
-            sum_tied_gradients(self._context, self._parameters, self._reduce_dtypes.pp, complete=True)
-        if self._overlapped is not None:
-            if tied and self._context.batch_axis.rank > 0:
-                torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
-            self._overlapped.reduce_the_rest()
-
-    def begin_last_backward(self) -> None:
-        """Overlap ZeRO's reductions with the next backward, which is the last one of a window."""
-        # Not in the first window, which finds the gradients whose placements differ from their parameters'.
-        if self._overlapped is not None and not self._hooks:
-            self._overlapped.begin()
-
-    def end_last_backward(self) -> None:
-        """Wait for the reductions that have started."""
-        if self._overlapped is not None:
-            self._overlapped.end()
 
     def for_norm(self) -> tuple[list[torch.Tensor], list[float]]:
         """The gradients that this rank counts, 1-dim and split at blocks of the norm, and each one's norm weight."""
-        parts = [(part, step_range.norm_weight) for step_range in self._ranges for part in step_range.in_blocks()]
-        return [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
+        return self._for_norm
 
     def for_zero_count(self) -> tuple[list[torch.Tensor], list[float]]:
         """As :meth:`for_norm`, but one slice for each parameter, without the padding between them."""
-        params = [param for param in self._params if param.own[0] < param.own[1]]
-        return [self._own_gradient(param) for param in params], [param.norm_weight for param in params]
+        params = [param for param in self.params if param.own[0] < param.own[1]]
+        return [self.stepped_part(param) for param in params], [param.norm_weight for param in params]
 
     def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
         """Each gradient that this rank has before a step, unreduced, and its norm weight.
@@ -334,16 +374,19 @@ class FlatGradients:
         In sums over the world each element of the logical model counts once: as the average over data ranks, or under
         ZeRO with the value on the rank that steps it.
         """
-        for param in self._params:
+        elsewhere = self.reduction.outside_buffers()
+        for param in self.params:
             gradient = param.parameter.grad
             if gradient is not param.gradient:
                 if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
                     num_parts = self._buffer_of[param].num_parts
                     yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
-            elif param.version != self._zeros[param] and param.own[0] < param.own[1]:
-                yield self._own_gradient(param), param.norm_weight
+            elif param.version != self.zeros[param] and param.own[0] < param.own[1]:
+                yield self.stepped_part(param), param.norm_weight
+        yield from elsewhere
 
-    def _own_gradient(self, param: FlatParam) -> torch.Tensor:
+    def stepped_part(self, param: FlatParam) -> torch.Tensor:
+        """The gradient of what this rank steps of ``param``, 1-dim, in its buffer."""
         buffer = self._buffer_of[param]
         return buffer.gradients[buffer.flat_range(param)]
 
@@ -352,15 +395,10 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, tuple[int, ...]]) -> bool:
-    """Whether the gradient is in its buffer, or there is none, or it is the one ``noted``, with the same versions."""
+def _is_as_noted(param: FlatParam, noted: tuple[torch.Tensor | None, int]) -> bool:
+    """Whether the gradient is in its buffer, or there is none, or it is the one ``noted``, with the same version."""
     given = param.parameter.grad
-    return given is None or given is param.gradient or (given is noted[0] and _versions_of(given) == noted[1])
-
-
-def _versions_of(gradient: torch.Tensor) -> tuple[int, ...]:
-    """The version counters of ``gradient``, which has another one for its local tensor if it is a DTensor."""
-    return VERSION(gradient), VERSION(local(gradient))
+    return given is None or given is param.gradient or (given is noted[0] and version(given) == noted[1])
 
 
 def _find_mismatch(
@@ -376,31 +414,3 @@ def _find_mismatch(
             mismatched.append(param)
         if param.parameter.grad is param.gradient and param.version == zeros[param]:  # nothing was accumulated there
             param.parameter.grad = None
-
-
-class _Addresses:
-    """Where parameters and gradients have to be: in their buffers."""
-
-    def __init__(self, buffer_of: Mapping[FlatParam, Buffer]) -> None:
-        # The local tensors of DTensors are looked up each time, because they may be replaced.
-        self._params = sorted(
-            (param for param in buffer_of if param.size), key=lambda param: is_dtensor(param.parameter)
-        )
-        tensors = [(param.parameter, param.gradient) for param in self._params]
-        self._plain, self._sharded = (
-            [tensor for pair in tensors for tensor in pair if tensor is not None and is_dtensor(tensor) is sharded]
-            for sharded in (False, True)
-        )
-        self._expected = [
-            flat.data_ptr() + param.start * flat.element_size()
-            for param in self._params
-            for flat in (buffer_of[param].weights, buffer_of[param].gradients)
-        ]
-
-    def moved(self) -> FlatParam | None:
-        """A parameter that is elsewhere, or whose gradient is; None if there is none."""
-        found = [*map(ADDRESS, self._plain), *map(ADDRESS, map(LOCAL, self._sharded))]
-        if found == self._expected:
-            return None
-        different = next(index for index, address in enumerate(found) if address != self._expected[index])
-        return self._params[different // 2]

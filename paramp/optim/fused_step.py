@@ -8,6 +8,7 @@ other optimizer runs its own ``step()`` (:mod:`.choose_step`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +20,9 @@ from ..base import sizes
 from ..base.scratch import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
-from .flat_params import NO_GROUP, OptimizerWeights
+from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges
+from .flat_weights import NO_GROUP, OptimizerWeights
 from .master_storage import ALL, NoMasters
-from .param_buffer import Buffer, FlatParam, StepRange, aligned
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
@@ -99,6 +100,41 @@ class Block:
             round_state([value[part] for value in state.values()], [stepped[name][part] for name in state], bits)
 
 
+class StepRanges:
+    """The ranges that this rank steps. A parameter without a gradient on any rank is not stepped.
+
+    Adam's bias correction uses each parameter's own step count, so only parameters that have missed the same steps
+    share a range.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+        self._missed: dict[FlatParam, int] = {}  # equal for parameters that have missed the same steps
+        self._histories = itertools.count(1)
+        self._absent: tuple[FlatParam, ...] = ()
+        self._current = step_ranges(buffers)
+
+    def without(self, absent: Sequence[FlatParam]) -> list[StepRange]:
+        """The ranges of the next step, in which no rank has a gradient for the parameters in ``absent``."""
+        if tuple(absent) != self._absent:
+            self._absent = tuple(absent)
+            self._current = step_ranges(self._buffers, self._absent, self._missed)
+        # Only the device has the flag that skips this step, so the absent get a separate history in either case.
+        missed: dict[int, int] = {}
+        for param in absent:
+            before = self._missed.get(param, 0)
+            if before not in missed:
+                missed[before] = next(self._histories)
+            self._missed[param] = missed[before]
+        return self._current
+
+    def set_step_counts(self, steps: Mapping[FlatParam, int]) -> None:
+        """Set each parameter's step count from a loaded state: parameters with equal counts share ranges again."""
+        most = max(steps.values(), default=0)
+        self._missed = {param: count - most for param, count in steps.items()}  # histories made later are above 0
+        self._current = step_ranges(self._buffers, self._absent, self._missed)
+
+
 class FusedStep:
     """AdamW, Adam and SGD in torch's fused kernels.
 
@@ -122,7 +158,7 @@ class FusedStep:
         self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
         self._scratch = Scratch()
-        self._ranges: Sequence[StepRange] = ()
+        self._step_ranges, self._ranges = StepRanges(weights.buffers), list[StepRange]()
         self._blocks: dict[tuple[StepRange, int], list[Block]] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
@@ -138,7 +174,7 @@ class FusedStep:
             grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
         self._check_unchanged()
-        current = self._weights.step_ranges.without(absent)
+        current = self._step_ranges.without(absent)
         if current is not self._ranges:
             self._ranges = current
             self._blocks.clear()
@@ -286,4 +322,4 @@ class FusedStep:
     def state_loaded(self) -> None:
         """Update the step ranges after the optimizer's state was changed in place."""
         steps = self._steps.int().tolist()
-        self._weights.step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))
+        self._step_ranges.set_step_counts(dict(zip(self._weights.params, steps, strict=True)))

@@ -87,7 +87,7 @@ class StochasticWeights(NoMasters):
 
     Attributes:
         start: where this storage begins in the rank's part of the buffer, if it is a part of the rank's.
-        random_bits: that of the :class:`~paramp.optim.param_buffer.Buffer`, which sets it.
+        random_bits: that of the :class:`~paramp.optim.flat_buffer.Buffer`, which sets it.
     """
 
     needs_fused_step = "rounding: got 'stochastic'"

@@ -6,7 +6,7 @@ The model computes with its own parameters, plain or DTensor, in the mode's weig
     with masters       it steps an fp32 copy, made before the weight was rounded to half precision
 
 :class:`MasterWeight` is one such pair, the same for :func:`paramp.amp.convert_to_amp` and for Apex's ``amp``. An engine
-keeps its weights in flat buffers (:mod:`paramp.optim.flat_params`).
+keeps its weights in flat buffers (:mod:`paramp.optim.flat_weights`).
 """
 
 from __future__ import annotations

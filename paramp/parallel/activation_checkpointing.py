@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -44,21 +44,20 @@ def _is_inside(name: str, names: set[str]) -> bool:
 
 
 class CheckpointedBlocks:
-    """The blocks of the whole ``model`` that are checkpointed, for the value ``how`` of the configuration.
+    """Those of the repeated ``blocks`` of ``model`` that are checkpointed, for the value ``how`` of the configuration.
 
     Raises:
         ConfigError: there are none.
     """
 
-    def __init__(self, model: nn.Module, how: str | int) -> None:
-        names = [] if how == "none" else repeated_blocks(model)
-        if how != "none" and not names:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], how: str | int) -> None:
+        if how != "none" and not blocks:
             raise ConfigError(
                 f"activation_checkpointing: got {how!r}, but {type(model).__name__} has no repeated blocks, expected "
                 "modules of one class, with children, in a ModuleList or Sequential; use torch.utils.checkpoint in its "
                 "forward, and 'none' here"
             )
-        self.names = names[:: how if isinstance(how, int) else 1]
+        self.names = [] if how == "none" else blocks[:: how if isinstance(how, int) else 1]
         self._options: dict[str, Any] = {}
         if how == "selective":
             self._options["context_fn"] = _selective_contexts

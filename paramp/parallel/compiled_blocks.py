@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,7 +33,6 @@ from ..base.module_surgery import PassThrough
 from ..base.torch_internals import take
 from ..base.wrapped_models import is_unit
 from ..distributed.context import ParallelContext
-from .activation_checkpointing import repeated_blocks
 
 _has_any_global_hook = take("torch.nn.modules.module._has_any_global_hook")
 
@@ -46,21 +45,23 @@ INSTALL = 'install it, or choose a backend that needs none: compile={"backend": 
 
 
 class CompiledBlocks:
-    """The blocks of the whole ``model`` that are compiled.
+    """Those of the repeated ``blocks`` of the whole ``model`` that are compiled: all or none.
 
     Args:
         options: of ``torch.compile``; None: no block is compiled.
     """
 
-    def __init__(self, model: nn.Module, options: Mapping[str, Any] | None, context: ParallelContext) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], options: Mapping[str, Any] | None, context: ParallelContext
+    ) -> None:
         self._options = options
         self._context = context
-        self.names = [] if options is None else repeated_blocks(model)
+        self.names = [] if options is None else blocks
         if options is not None and not self.names and context.is_main:
             warnings.warn(
                 f"compile: {type(model).__name__} has no repeated blocks, so it runs eagerly; expected modules of one "
                 "class, with children, in a ModuleList or Sequential",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def apply(self, parts: Iterable[nn.Module]) -> None:

@@ -6,21 +6,19 @@ sums, losses. On the CPU it does not: they run in the dtype of their input, so t
 
 This is implemented where autocast is, in torch's dispatcher: each of these operators gets a kernel for the CPU's
 autocast key. So it also applies to operators inside other operators, and to forwards that checkpointing recomputes. The
-kernels are registered once, at the first use; outside of :func:`widening` they call the default kernel unchanged, so
-that torch's autocast works as without them. ``rms_norm``, which CUDA's table has from torch 2.12 on, gets one for CUDA
-too where it has none.
+kernels are there while a context is open, or what :func:`widening_kernels` returns is kept; outside of
+:func:`widening` they call the default kernel unchanged, so that torch's autocast works as without them. ``rms_norm``,
+which CUDA's table has from torch 2.12 on, gets one for CUDA too where it has none.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from ..base.dtensor import is_dtensor
-from ..base.local_leaves import on_local
-from ..base.torch_internals import expect, take
+from ..base.torch_internals import REPLACED, TO_FP32, TO_WIDEST, expect, replace_kernels, take
 from .policy import Precision
 
 expect("torch._C")
@@ -28,54 +26,33 @@ expect("torch._C")
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 tree_map_only = take("torch.utils._pytree.tree_map_only")
 
-NAMES = (
-    # norms
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "norm", "renorm", "frobenius_norm", "nuclear_norm"),
-    *("linalg_vector_norm", "linalg_matrix_norm", "cosine_similarity", "dist", "pdist", "cdist"),
-    # softmax and sums
-    *("softmax", "log_softmax", "softplus", "logsumexp", "sum", "prod", "cumsum", "cumprod"),
-    # exponentials, logarithms, powers
-    *("exp", "expm1", "log", "log10", "log2", "log1p", "pow", "rsqrt", "reciprocal"),
-    *("acos", "asin", "cosh", "sinh", "tan", "erfinv"),
-    # losses
-    *("nll_loss", "nll_loss2d", "poisson_nll_loss", "hinge_embedding_loss", "cosine_embedding_loss", "kl_div"),
-    *("l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),
-    *("soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
-    # resampling
-    *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d")),
-    *(f"upsample_{kind}" for kind in ("trilinear3d", "bicubic2d")),
-)
-"""The operators that torch's table for CUDA widens to fp32 (``AT_FORALL_FP32`` in ``ATen/autocast_mode.h``)."""
-
-PROMOTED = (
-    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
-    "scatter_add",
-)
-"""The operators that it casts to the widest dtype of their arguments (``AT_FORALL_PROMOTE``)."""
-
-ADDED_LATER = ("rms_norm",)
-"""Those of :data:`NAMES` that the table of torch 2.11 lacks."""
-
 KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 """Autocast's key in the dispatcher, by the type of the device."""
 LSTM = torch.ops.aten.lstm.input
 _depth = dict.fromkeys(KEYS, 0)
 
 
+def widening_kernels(device_type: str) -> torch.library.Library | None:
+    """The kernels for ``device_type``, which torch has as long as the result is kept; None: there are none for it."""
+    if device_type not in KEYS:
+        return None
+    key = KEYS[device_type].name
+    return REPLACED.get(key) or replace_kernels(key, _widening_kernels(device_type))
+
+
 @functools.cache
-def _install(device_type: str) -> torch.library.Library:
-    """Register the kernels for ``device_type``, for each overload that CUDA's table widens and that has none there."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in (*NAMES, *PROMOTED):
-        packet = getattr(torch.ops.aten, name)
-        for operator in (getattr(packet, overload) for overload in packet.overloads()):
-            is_widened = name in ADDED_LATER or _has_kernel(operator, KEYS["cuda"])
-            if is_widened and not _has_kernel(operator, KEYS[device_type]):
-                kernel = _kernel(operator, device_type, _to_widest if name in PROMOTED else _to_fp32)
-                library.impl(operator, kernel, KEYS[device_type].name, with_keyset=True)
-    if device_type == "cpu":
-        library.impl(LSTM, _lstm, KEYS["cpu"].name, with_keyset=True)
-    return library
+def _widening_kernels(device_type: str) -> Mapping[Any, Callable[..., Any]]:
+    """The kernels for each overload that CUDA's table widens and that has none on ``device_type``."""
+    kernels = {LSTM: _lstm} if device_type == "cpu" else {}
+    for names, cast in ((TO_FP32, _to_fp32), (TO_WIDEST, _to_widest)):
+        for name in names.split():
+            packet = getattr(torch.ops.aten, name)
+            for operator in (getattr(packet, overload) for overload in packet.overloads()):
+                # torch 2.11 lacks that of rms_norm
+                is_widened = name == "rms_norm" or _has_kernel(operator, KEYS["cuda"])
+                if is_widened and not _has_kernel(operator, KEYS[device_type]):
+                    kernels[operator] = functools.partial(_widened, operator, device_type, cast)
+    return kernels
 
 
 def _has_kernel(operator: Any, key: torch._C.DispatchKey) -> bool:
@@ -84,21 +61,23 @@ def _has_kernel(operator: Any, key: torch._C.DispatchKey) -> bool:
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
 
 
-def _kernel(
-    operator: torch._ops.OpOverload[..., Any], device_type: str, cast: Callable[[Any, str], Any]
-) -> Callable[..., Any]:
+def _widened(
+    operator: Any,
+    device_type: str,
+    cast: Callable[[Any, str], Any],
+    keys: torch._C.DispatchKeySet,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     autocast, below = _keys(device_type)
-
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if not _depth[device_type]:
-            return operator.redispatch(keys & below, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            args, kwargs = cast((args, kwargs), device_type)
-            return operator(*args, **kwargs)
-
-    return kernel
+    if not _depth[device_type]:
+        return operator.redispatch(keys & below, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
+        args, kwargs = cast((args, kwargs), device_type)
+        return operator(*args, **kwargs)
 
 
+@functools.cache
 def _keys(device_type: str) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
     """Autocast's key on ``device_type``, and all keys after it."""
     key = KEYS[device_type]
@@ -122,19 +101,11 @@ def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_fp32(arguments: Any, device_type: str) -> Any:
-    # Often there is nothing to cast, as for a norm of fp32 activations, which is cheaper than torch's trees.
-    args, kwargs = arguments
-    if not _has_low((*args, *kwargs.values()), device_type):
-        return arguments
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.float() if _is_low(tensor, device_type) else tensor, arguments
-    )
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_low = tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
+        return tensor.float() if is_low else tensor
 
-
-def _has_low(value: Any, device_type: str) -> bool:
-    if isinstance(value, torch.Tensor):
-        return _is_low(value, device_type)
-    return isinstance(value, (tuple, list)) and any(_has_low(one, device_type) for one in value)
+    return tree_map_only(torch.Tensor, cast, arguments)
 
 
 def _to_widest(arguments: Any, device_type: str) -> Any:
@@ -143,17 +114,13 @@ def _to_widest(arguments: Any, device_type: str) -> Any:
     return _to_fp32(arguments, device_type) if wide else arguments
 
 
-def _is_low(tensor: torch.Tensor, device_type: str) -> bool:
-    return tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
-
-
 @contextmanager
 def widening(precision: Precision, device_type: str) -> Iterator[None]:
     """The part of :func:`computing` that the backward needs too, because checkpointing recomputes forwards in it."""
-    if not precision.autocast or device_type not in KEYS:
+    kept = widening_kernels(device_type) if precision.autocast else None
+    if kept is None:
         yield
         return
-    _install(device_type)
     _depth[device_type] += 1
     try:
         yield
@@ -201,4 +168,4 @@ def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     dtype = precision.outputs or torch.promote_types(tensor.dtype, torch.float32)
     if tensor.dtype is dtype:
         return tensor
-    return on_local(lambda values: values.to(dtype), tensor) if is_dtensor(tensor) else tensor.to(dtype)
+    return tensor.to(dtype)

@@ -10,11 +10,6 @@ from .flags import Parser, formatter
 
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.
 
-LAYOUT_FLAGS = (
-    *("--tp", "--pp", "--dp", "--fsdp", "--replicate", "--zero", "--sequence-parallel"),
-    *("--schedule", "--stages-per-rank", "--microbatches", "--precision", "--seed"),
-)
-"""The train script's flags that ``verify`` has too."""
 DEFAULT = "(default: %(default)s)"
 
 
@@ -104,11 +99,10 @@ def run_import(given: argparse.Namespace) -> None:
 def _add_verify_arguments(command: Parser) -> None:
     from ..config.schema import Config, flatten
     from .flags import add_flags
-    from .train_config import NORMS
-    from .verify.options import Options
+    from .verify.options import FLAGS, NORMS, Options
 
     command.add_argument("model", metavar="MODULE:NAME", help="a model, or a callable that builds it; or FILE.py:NAME")
-    add_flags(command, flatten(Config()), LAYOUT_FLAGS)
+    add_flags(command, FLAGS, flatten(Config()))
     group = command.add_argument_group("model and data")
     for flag, explained in (
         ("--plan", "plan of tensor parallelism (default: the model's own)"),
@@ -142,7 +136,7 @@ def run_verify(given: argparse.Namespace) -> int:
 
     from .flags import flag_settings
     from .verify.launch import verify
-    from .verify.options import Options
+    from .verify.options import FLAGS, Options
 
     out = None if given.json is None else user_path(given.json)
     if out and not out.parent.is_dir():
@@ -150,7 +144,7 @@ def run_verify(given: argparse.Namespace) -> int:
     if out and out.is_dir():
         raise ConfigError(f"--json: {given.json!r} is a folder, expected a file")
     own = {name: value for name, value in vars(given).items() if name in Options.__dataclass_fields__}
-    report = verify(Options(**own, settings=flag_settings(given)), given.tolerance)
+    report = verify(Options(**own, settings=flag_settings(given, FLAGS)), given.tolerance)
     if isinstance(report, int):
         return report
     print("\n".join(report.lines()))

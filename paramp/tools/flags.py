@@ -1,11 +1,12 @@
-"""The flags of the train script and of ``paramp verify``: a table of flags and the configuration keys they set."""
+"""Flags that set configuration keys, as tables: those of the layout and the mode, which several commands have."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Container, Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from ..base.errors import ConfigError, one_line
 
@@ -24,13 +25,10 @@ class Flag:
     """Allowed values -> the settings they make. None: the configuration checks the value."""
 
 
-def number_or_word(text: str) -> int | str:
-    """``text``, as an integer if it is one."""
-    return int(text) if text.lstrip("-").isdigit() else text
+Groups: TypeAlias = Mapping[str, tuple[Flag, ...]]
+"""Group in ``--help`` -> its flags."""
 
-
-EMULATE = "fp16 products by fp32 on CPUs without fp16: auto, on or off"
-GROUPS: dict[str, tuple[Flag, ...]] = {
+LAYOUT: Groups = {
     "layout": (
         Flag("--tp", "parallel.tensor.size", int, "N", "ranks of the tensor axis"),
         Flag("--pp", "parallel.pipeline.size", int, "N", "ranks of the pipeline axis"),
@@ -45,55 +43,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--stages-per-rank", "parallel.pipeline.stages_per_rank", int, "N", "stages on a rank", "the schedule's"),
         Flag("--microbatches", "parallel.pipeline.microbatches", int, "N", "microbatches of a rank's batch", "as --pp"),
     ),
-    "precision": (
-        Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
-        Flag("--optimizer-state", "optimizer_state", str, "HOW", "AdamW's moments between steps: full or bf16", "full"),
-        Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
-        Flag(
-            "--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices={"auto": "auto", "on": True, "off": False}
-        ),
-    ),
-    "model and data": (
-        Flag("--model", "train.model", str, "NAME", "preset: tiny, gpt2-124m or gpt2-1.5b"),
-        Flag("--data", "train.data", str, "PATH", "text, tokens or a saved dataset; stdlib: Python's own source"),
-        Flag("--tokenizer", "train.tokenizer", str, "PATH", "tokenizer.json, or its folder", "bytes"),
-        Flag("--vocab-size", "train.vocab_size", int, "N", "tokens that exist", "the data's"),
-        Flag("--seq-len", "train.seq_len", int, "N", "tokens of a sequence"),
-    ),
-    "optimization": (
-        Flag("--batch-size", "train.batch_size", int, "N", "sequences of a step, over all ranks"),
-        Flag("--steps", "train.steps", int, "N", "optimizer steps"),
-        Flag("--lr", "train.lr", float, "X", "highest learning rate"),
-        Flag("--clip-grad-norm", "clip_grad_norm", float, "X", "largest norm of the whole gradient"),
-        Flag(
-            "--activation-checkpointing",
-            "activation_checkpointing",
-            number_or_word,
-            "HOW",
-            "blocks computed again in the backward: full, selective, or every N-th",
-        ),
-        Flag("--compile", "compile", bool, None, "compile the repeated blocks and the optimizer step"),
-        Flag("--reproducible", "reproducible", bool, None, "the same bits on every layout"),
-        Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order"),
-        Flag("--eval-every", "train.eval_every", int, "N", "steps between evaluations"),
-    ),
-    "checkpoints": (
-        Flag("--checkpoint-dir", "train.checkpoint_dir", str, "DIR", "where checkpoints go"),
-        Flag("--checkpoint-every", "train.checkpoint_every", int, "N", "steps between checkpoints", "the last only"),
-        Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest whole one"),
-    ),
-    "logs": (
-        Flag("--log-dir", "train.log_dir", str, "DIR", "where metrics.jsonl, train.log and config.json go"),
-        Flag("--tensorboard", "train.tensorboard", bool, None, "also write scalars for TensorBoard"),
-    ),
-    "diagnosis": (
-        Flag("--trace", "train.trace", int, "STEP", "write this step's timeline to the log directory"),
-        Flag("--histogram", "train.histogram", int, "STEP", "count this step's gradients by their exponents"),
-        Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
-    ),
 }
-"""Group in ``--help`` -> its flags."""
-FLAGS = tuple(flag for group in GROUPS.values() for flag in group)
+"""The flags of every command that starts ranks."""
+MODE = Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2")
+SEED = Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order")
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,17 +61,16 @@ def formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=36)
 
 
-def add_flags(parser: Parser, defaults: Mapping[str, Any], names: Container[str] | None = None) -> None:
-    """Add the flags ``names`` (None: all) to ``parser``, in their groups; ``--help`` shows ``defaults``, by key."""
-    for title, flags in GROUPS.items():
-        group = parser.add_argument_group(title)  # argparse does not show an empty group
+def add_flags(parser: Parser, groups: Groups, defaults: Mapping[str, Any]) -> None:
+    """Add the flags of ``groups`` to ``parser``; ``--help`` shows ``defaults``, by key."""
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
         for flag in flags:
-            if names is None or flag.name in names:
-                explained = f"{flag.help} (default: {_default(flag, defaults.get(flag.key))})"
-                options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
-                if flag.kind is bool:
-                    options = {"action": "store_true", "default": None}
-                group.add_argument(flag.name, dest=flag.key, help=explained, **options)
+            explained = f"{flag.help} (default: {_default(flag, defaults.get(flag.key))})"
+            options: dict[str, Any] = {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices}
+            if flag.kind is bool:
+                options = {"action": "store_true", "default": None}
+            group.add_argument(flag.name, dest=flag.key, help=explained, **options)
 
 
 def _default(flag: Flag, value: Any) -> str:
@@ -129,13 +81,13 @@ def _default(flag: Flag, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def flag_settings(given: argparse.Namespace) -> dict[str, Any]:
-    """The configuration tree that the flags of the command line set."""
+def flag_settings(given: argparse.Namespace, groups: Groups) -> dict[str, Any]:
+    """The configuration tree that the flags of ``groups`` set on a command line."""
     from ..config.files import merge  # which loads torch: a command line is parsed, or refused, without it
 
     tree: dict[str, Any] = {}
-    for flag in FLAGS:
-        value = getattr(given, flag.key, None)
+    for flag in itertools.chain.from_iterable(groups.values()):
+        value = getattr(given, flag.key)
         if value is not None:
             tree = merge(tree, nested(flag.key, flag.choices[value] if flag.choices else value))
     return tree

@@ -9,7 +9,6 @@ from paramp.base.coerce import user_path
 from paramp.checkpoint.convert import export_weights, import_weights
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.config.files import read_file
-from paramp.observe.reporter import Reporter
 
 
 @pytest.fixture
@@ -50,7 +49,5 @@ def test_files_are_read_and_written_there(home):
         assert checkpoint.path == home / "imported"
     with paramp.Metrics("~/metrics") as metrics:
         metrics.write(1, loss=loss)
-    with Reporter(1, "~/log", enabled=True) as reporter:
-        reporter.say("a line")
     names = {"config.toml", "one", "run", "trace.json", "histogram.json", "weights.safetensors", "imported"}
-    assert {path.name for path in home.iterdir()} == names | {"metrics", "log"}
+    assert {path.name for path in home.iterdir()} == names | {"metrics"}

@@ -27,7 +27,7 @@ from paramp.compat.colossalai.amp import (
     convert_to_torch_amp,
 )
 from paramp.precision.capabilities import has_native_fp16
-from paramp.precision.fp16_emulation import emulate_fp16
+from paramp.precision.fp16_emulation_cpu import emulate_fp16
 from paramp.precision.policy import PRESETS
 
 SCALE = 2.0**10

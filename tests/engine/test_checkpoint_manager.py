@@ -18,7 +18,6 @@ from victims import TINY, Run
 
 import paramp
 from paramp.checkpoint.open_checkpoint import problems
-from paramp.engine.checkpoint_manager import accumulation_for
 
 SCRIPT = [*TINY, "--precision", "32-true"]
 
@@ -29,24 +28,6 @@ def records(folder, name="metrics.jsonl"):
 
 def losses(folder, name="metrics.jsonl"):
     return {record["step"]: record["loss"] for record in records(folder, name)}
-
-
-def test_accumulation_keeps_the_global_batch():
-    """The number of samples of a call does not grow; data ranks and accumulation of before, and accumulation now."""
-    for batch, microbatches, ranks, before, expected in (
-        (32, 1, 2, (1, 4), 2),
-        (32, 1, 4, (2, 2), 1),
-        (32, 2, 1, (1, 4), 4),
-        (24, 1, 3, (1, 4), 2),  # 4/3 would not do, so parts are smaller
-        (24, 1, 4, (2, 3), 2),
-        (32, 1, 2, (3, 2), 4),
-        (32, 1, 2, (4, 2), 4),
-    ):
-        assert accumulation_for(batch, microbatches, ranks, before) == expected
-    for batch, ranks in ((32, 3), (2, 4)):
-        message = rf"train.batch_size: got {batch}, which does not divide over {ranks} data"
-        with pytest.raises(paramp.ConfigError, match=message):
-            accumulation_for(batch, 1, ranks, (1, 2))
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from families import SEED, WHOLE, family, long
 from pool import on_ranks
 from reference import assert_trained
 from small_engines import assert_same_tensors, engine_of, sgd, train_step
-from test_flat_params import Net, data, grouped
+from test_flat_weights import Net, data, grouped
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -13,7 +13,7 @@ from counting import Collectives
 from pool import on_ranks
 from reference import assert_trained, batches, steep_gpt
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
-from test_flat_params import Net, data
+from test_flat_weights import Net, data
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,6 +1,7 @@
 """What norms, softmax and the like compute in, on the CPU as on CUDA."""
 
 import functools
+import gc
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import paramp
 from paramp.precision import autocast
 from paramp.precision.autocast import computing
-from paramp.precision.fp16_emulation import emulate_fp16
+from paramp.precision.fp16_emulation_cpu import emulate_fp16
 from paramp.precision.policy import PRESETS
 
 MIXED = [name for name, row in PRESETS.items() if row.autocast]
@@ -114,14 +115,35 @@ def plain_autocast():
     return results | {"gradient": wide.grad}
 
 
+def has_replaced():
+    """Whether torch has kernels of paramp's for softmax under autocast, and for products."""
+    gc.collect()
+    keys = {"aten::softmax.int": "AutocastCPU", "aten::mm": "BackendSelect"}
+    return [torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name, key in keys.items()]
+
+
+def test_kernels_are_replaced_while_a_context_or_an_engine_needs_them():
+    assert has_replaced() == [False, False]
+    with emulate_fp16(), computing(PRESETS["bf16-mixed"], "cpu"):
+        assert has_replaced() == [True, True]
+    assert has_replaced() == [False, False]
+    with paramp.launch_from_torch({"precision": "16-mixed", "emulate_fp16": True}):
+        engine = engine_of(nn.Linear(8, 2))
+        train_step(engine, torch.randn(4, 8), torch.randn(4, 2))
+        assert has_replaced() == [True, True]
+    del engine
+    assert has_replaced() == [False, False]
+
+
 def test_plain_autocast_is_as_it_was():
-    autocast._install("cpu")._destroy()
-    autocast._install.cache_clear()
-    expected = plain_autocast()  # with torch's kernels only
+    assert has_replaced() == [False, False]
+    expected = plain_autocast()
     with computing(PRESETS["bf16-mixed"], "cpu"):
         x = torch.randn(4, 8)
         assert torch.tensordot(x, x, ([1], [1])).dtype is torch.float32  # as on CUDA
+    kept = autocast.widening_kernels("cpu")
     actual = plain_autocast()
+    assert has_replaced() == [kept is not None, False]
     assert {name: value.dtype for name, value in actual.items()} == {
         name: value.dtype for name, value in expected.items()
     }

@@ -357,7 +357,7 @@ def test_a_parametrized_norm_stays_parametrized():
 
 def test_a_model_that_is_a_norm_keeps_its_dtype_and_the_number_is_logged(caplog):
     model = nn.LayerNorm(4, dtype=torch.bfloat16)
-    with caplog.at_level("INFO", logger="paramp.precision.norms"):
+    with caplog.at_level("INFO", logger="paramp.compat.composer.functional"):
         assert functional.apply_fused_layernorm(model, torch.optim.SGD(model.parameters())) == 1
     assert caplog.messages == ["LayerNorm: 1 x FusedLayerNorm instead of LayerNorm"]
     assert type(model) is FusedLayerNorm

@@ -47,7 +47,7 @@ SELECTION = [
         "tests/engine/test_engine.py",
         "tests/observe/test_overflow_diagnosis.py",
     ),
-    *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_params.py", "tests/scaling/test_grad_norm.py"),
+    *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_weights.py", "tests/scaling/test_grad_norm.py"),
     *("tests/scaling/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),
     *("tests/system/test_matrix.py", "tests/system/test_pool.py", "tests/system/test_schedules.py"),
     "tests/system/test_sharded_overflow.py",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import ROOT, run, succeeded
 from pool import run_on_ranks
+from train_app.settings import configure
 
 import paramp
 from paramp.amp import AMP_TYPE
@@ -53,7 +54,7 @@ RUN_BY = {
     ],
     "test_examples.test_the_apex_script_learns_at_every_level": ["python examples/apex_migration.py"],
     "test_examples.test_the_scaler_example_shows_ranks_that_agree": [f"{ON_TWO} examples/torchs_scaler_diverges.py"],
-    "test_examples.test_prepared_tokens_are_what_is_trained_on": [
+    "test_prepare_data.test_prepared_tokens_are_what_is_trained_on": [
         f"{ON_FOUR} launch/train.py --tp 2 --pp 2 --data data/own"
     ],
     "test_launch_commands.expected": [f"{ON_FOUR} launch/train.py --tp 2 --pp 2"],
@@ -230,8 +231,8 @@ def test_pages_have_the_versions_of_the_project():
 
 def test_make_train_is_what_the_readme_says():
     assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
-    config = load(ROOT / "launch" / "tiny.toml")
-    layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, config.train.data
+    config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
+    layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import re
 import runpy
@@ -14,12 +13,10 @@ import torch
 from commands import ROOT, python, succeeded, torchrun
 from families import WHOLE, family, long
 from pool import run_on_ranks
-from test_corpus import save_tokenizer
 from test_dataloader import few_cores
 
 import paramp
 from paramp.compat.apex import amp
-from paramp.data.corpus import load_corpus
 
 SHORT_LOOPS = {} if WHOLE else {"huggingface_llama": ("range(1, 21)", "range(1, 11)")}
 """What makes an example short in ``make test``."""
@@ -95,55 +92,6 @@ def test_the_apex_script_learns_at_every_level(level):
     first, *_, last = (line for line in printed.splitlines() if line.startswith("step"))
     assert losses(last)[0] < 0.75 * losses(first)[0]
     assert last.endswith("scales 65536, 65536" if level in ("O1", "O2") else "scales 1, 1")
-
-
-def prepare_data(*arguments):
-    """The exit code of examples/prepare_data.py."""
-    with pytest.raises(SystemExit) as ended:
-        run_example("prepare_data", *arguments)
-    return ended.value.code
-
-
-def test_prepared_tokens_are_what_is_trained_on(tmp_path):
-    text, output = tmp_path / "text.txt", tmp_path / "prepared"
-    text.write_text("the cat sat\nthe dog sat\n" * 200)
-    assert prepare_data(text, "--output", output, "--tokenizer", save_tokenizer(tmp_path / "tokenizer")) == 0
-    training, held_out = (np.fromfile(output / name, "<u2").tolist() for name in ("train.bin", "val.bin"))
-    assert training + held_out == [2, 3, 4, 5, 2, 0, 4, 5] * 200
-    assert len(held_out) == 80  # the last 240 of 4800 bytes
-    meta = json.loads((output / "meta.json").read_text())
-    assert (meta["dtype"], meta["vocab_size"], meta["training_tokens"]) == ("uint16", 6, len(training))
-    assert sorted(path.name for path in output.iterdir()) == ["meta.json", "train.bin", "val.bin"]
-
-    arguments = ["--batch-size", "8", "--seq-len", "32", "--steps", "3", "--set", "train.eval_sequences=8"]
-    result = succeeded(torchrun(2, "launch/train.py", "--tp", "2", "--data", str(output), *arguments))
-    assert all(part in result.stdout for part in ("data_vocab_size = 6", "data_tokens = 1600", "nats/token; "))
-    assert "bigram" not in result.stdout
-
-
-def test_prepared_bytes_of_a_folder_are_split_by_file_and_kept(tmp_path, capsys):
-    texts, output = tmp_path / "texts", tmp_path / "out"
-    texts.mkdir()
-    for index in range(60):
-        (texts / f"{index}.txt").write_text(f"file {index}\n")
-    assert prepare_data(texts, "--output", output) == 0
-    direct, prepared = load_corpus(str(texts)), load_corpus(str(output))
-    assert (prepared.unit, prepared.vocab_size) == ("byte", 256)
-    for one, other in ((direct.training, prepared.training), (direct.held_out, prepared.held_out)):
-        assert one.read(0, len(one)).tolist() == other.read(0, len(other)).tolist()
-    before = (output / "train.bin").read_bytes()
-    (texts / "0.txt").write_text("other text\n")
-    for data, folder, message in (
-        ("/none", "other", "input: '/none' does not exist"),
-        (texts, "out", "exists; give another folder, or --force"),
-    ):
-        assert prepare_data(data, "--output", tmp_path / folder) == 2
-        printed = capsys.readouterr().err
-        assert message in printed
-        assert printed.count("\n") == 1
-    assert (output / "train.bin").read_bytes() == before
-    assert prepare_data(texts, "--output", output, "--force") == 0
-    assert (output / "train.bin").read_bytes() != before
 
 
 def save_cifar10(folder, training, held_out):

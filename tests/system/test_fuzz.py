@@ -18,8 +18,10 @@ import torch
 from families import SEED, family, number
 from pool import World, run_on_ranks
 from reference import batches, rank_slice, small_gpt
+from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_word
 
 import paramp
+from paramp.base.coerce import build
 from paramp.compat import foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS
@@ -27,13 +29,10 @@ from paramp.config.files import load
 from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
 from paramp.config.schema import Config, flatten
-from paramp.config.training import TrainConfig
-from paramp.models import GPT
+from paramp.models import GPT, GPTConfig
 from paramp.precision import policy
 from paramp.precision.policy import PRESETS, STORAGE, Float8
 from paramp.scaling.loss_scaling import LossScaling
-from paramp.tools.flags import FLAGS, number_or_word
-from paramp.tools.train_config import configure
 
 pytest.importorskip("hypothesis")
 
@@ -166,7 +165,7 @@ TABLES = {
     "parallel.tensor.": TensorConfig,
     "parallel.pipeline.": PipelineConfig,
 }
-TABLES["train."] = TrainConfig
+TABLES |= {"train.": TrainConfig, "model.": GPTConfig}
 KEYS = sorted(f"{table}{item.name}" for table, cls in TABLES.items() for item in dataclasses.fields(cls))
 KEYS += ["fp16.mode", "fp16.initial_scale", "precision.mode", "precision.init_scale", "OWN", "parallel.tensor.size.x"]
 TOML = st.one_of(
@@ -257,7 +256,7 @@ def check_accepted(config):
             table = table.setdefault(part, {})
         table[leaf] = value
     again = load(tree)
-    for name in ("parallel", "train", "clip_grad_norm", "gradient_accumulation", "seed", "emulate_fp16"):
+    for name in ("parallel", "clip_grad_norm", "gradient_accumulation", "seed", "emulate_fp16"):
         assert getattr(again, name) == getattr(config, name)
 
 
@@ -278,11 +277,16 @@ def test_a_configuration_is_accepted_or_refused_in_one_line(tree):
 @given(words=LINES)
 def test_a_command_line_is_accepted_or_refused_in_one_line(words):
     try:
-        config = configure(words)
+        config, job = configure(words)
     except (paramp.ConfigError, FileNotFoundError) as error:
         check_complaint(error, NAMES)
     else:
         check_accepted(config)
+        tables = {}
+        for key, value in flatten(job).items():
+            table, _, name = key.partition(".")
+            tables.setdefault(table, {})[name] = value
+        assert build(Job, tables, "") == job
 
 
 # ----------------------------------------------------------------------------------------------- what was accepted runs

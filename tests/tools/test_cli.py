@@ -5,12 +5,11 @@ import tomllib
 
 import pytest
 from commands import COLD, ROOT, python
+from train_app.settings import FLAGS, configure
 
 from paramp import Config
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
-from paramp.tools.flags import FLAGS
-from paramp.tools.train_config import configure
 
 COMMANDS = ("doctor", "plot", "verify", "inspect", "export", "import")
 
@@ -54,14 +53,16 @@ def test_the_flags_of_sharding_set_what_its_page_says():
     rows = re.findall(r"^\| `(dict\(.*\))` \| `(--.*?)` \|", page, re.MULTILINE)
     assert len(rows) == 4
     for settings, flags in rows:
-        assert configure(flags.split()).parallel == Config(parallel=eval(settings)).parallel
+        assert configure(flags.split())[0].parallel == Config(parallel=eval(settings)).parallel
 
 
 def test_flags_set_their_configuration_keys():
-    config = configure(["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
-    assert configure(["--optimizer-state", "bf16"]).precision.optimizer_state == "bf16"
+    config, job = configure(
+        ["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"]
+    )
+    assert configure(["--optimizer-state", "bf16"])[0].precision.optimizer_state == "bf16"
     assert (config.parallel.tensor.size, config.parallel.sequence_parallel) == (2, True)
     assert config.emulate_fp16 is True
-    assert config.train.lr == 2.0  # --set over the flag
+    assert job.train.lr == 2.0  # --set over the flag
     with pytest.raises(ConfigError, match="argument --emulate-fp16: invalid choice: 'x'"):
         configure(["--emulate-fp16", "x"])

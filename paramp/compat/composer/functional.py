@@ -6,19 +6,28 @@ the parameters stay the same objects. Modules with their own forward are not cha
 precision in which they have no effect, gives a :class:`~paramp.precision.norms.NoEffectWarning`.
 """
 
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
 from torch import nn
 
-from ...precision.norms import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    LPGroupNorm,
-    LPLayerNorm,
-    LPRMSNorm,
-    Optimizers,
-    replace_norms,
-)
-from ...precision.policy import Mode
+from ...base.errors import ConfigError
+from ...base.replace_class import replace_class
+from ...precision.norms import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm, NoEffectWarning
+from ...precision.policy import Mode, Precision
 from ..missing import missing
+
+log = logging.getLogger(__name__)
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+WITHOUT_EFFECT = ("fp16", "fp8", "amp_fp8", "fp8-mixed")
+"""Precisions, besides those without autocast, in which Composer's low-precision norms have no effect."""
 
 __all__ = [
     "apply_fused_layernorm",
@@ -43,21 +52,21 @@ def apply_low_precision_layernorm(
         ConfigError: an unknown precision.
         TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` has another type.
     """
-    return replace_norms(model, nn.LayerNorm, LPLayerNorm, precision=precision, optimizers=optimizers)
+    return _replace_norms(model, nn.LayerNorm, LPLayerNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_low_precision_groupnorm(
     model: nn.Module, precision: Mode | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.GroupNorm``."""
-    return replace_norms(model, nn.GroupNorm, LPGroupNorm, precision=precision, optimizers=optimizers)
+    return _replace_norms(model, nn.GroupNorm, LPGroupNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_low_precision_rmsnorm(
     model: nn.Module, precision: Mode | None = None, optimizers: Optimizers | None = None
 ) -> int:
     """As :func:`apply_low_precision_layernorm`, for each ``nn.RMSNorm``."""
-    return replace_norms(model, nn.RMSNorm, LPRMSNorm, precision=precision, optimizers=optimizers)
+    return _replace_norms(model, nn.RMSNorm, LPRMSNorm, precision=precision, optimizers=optimizers)
 
 
 def apply_fused_layernorm(model: nn.Module, optimizers: Optimizers | None = None) -> int:
@@ -69,12 +78,56 @@ def apply_fused_layernorm(model: nn.Module, optimizers: Optimizers | None = None
     Raises:
         TypeError: the model is wrapped in DDP or FSDP, or ``optimizers`` has another type.
     """
-    return replace_norms(model, nn.LayerNorm, FusedLayerNorm, optimizers=optimizers)
+    return _replace_norms(model, nn.LayerNorm, FusedLayerNorm, optimizers=optimizers)
 
 
 def apply_fused_rmsnorm(model: nn.Module, optimizers: Optimizers | None = None) -> int:
     """As :func:`apply_fused_layernorm`, for each ``nn.RMSNorm``."""
-    return replace_norms(model, nn.RMSNorm, FusedRMSNorm, optimizers=optimizers)
+    return _replace_norms(model, nn.RMSNorm, FusedRMSNorm, optimizers=optimizers)
+
+
+def _replace_norms(
+    model: nn.Module,
+    plain: type[nn.Module],
+    replacement: type[nn.Module],
+    *,
+    precision: Mode | None = None,
+    optimizers: Optimizers | None = None,
+) -> int:
+    """Change the class of the ``plain`` norms in ``model`` to ``replacement``, in place; return their number.
+
+    Modules and parameters stay the same objects (:func:`paramp.base.replace_class.replace_class`), so optimizers and
+    their state stay valid.
+    """
+    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers or ():
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizers: got {type(optimizer).__name__}, expected an optimizer or several")
+    kind, new = type(model).__name__, replacement.__name__
+    if not _has_effect(precision):
+        name = precision.name if isinstance(precision, Precision) else precision
+        listed = name in WITHOUT_EFFECT
+        why = "in which Composer does not change norms" if listed else "which has no autocast to fp16 or bf16"
+        message = f"{new} has no effect in precision {name!r}, {why}; {kind} is not changed"
+        warnings.warn(message, NoEffectWarning, stacklevel=3)
+        return 0
+    names = replace_class(model, plain, replacement)
+    if not names and not any(isinstance(module, replacement) for module in model.modules()):
+        message = f"{kind} has no {plain.__name__} with torch's own forward; {new} replaced none"
+        warnings.warn(message, NoEffectWarning, stacklevel=3)
+    log.info("%s: %d x %s instead of %s", kind, len(names), new, plain.__name__)
+    return len(names)
+
+
+def _has_effect(precision: Mode | None) -> bool:
+    if precision is None:
+        return True
+    name = precision.name if isinstance(precision, Precision) else precision
+    if name in WITHOUT_EFFECT:
+        return False
+    try:
+        return Precision.parse(precision).autocast
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or one of {', '.join(WITHOUT_EFFECT)}, which change nothing") from None
 
 
 __getattr__ = missing(__name__, {}, "only Composer's functions on norms are here; write the other in your own loop")

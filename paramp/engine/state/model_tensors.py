@@ -16,8 +16,8 @@ from ...checkpoint.chunks import Chunk, chunk_of
 from ...checkpoint.header import MODEL, Header
 from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...distributed.replicated_axes import replicated_axes
-from ...optim.flat_params import FlatWeights
-from ...optim.param_buffer import FlatParam
+from ...optim.flat_buffer import FlatParam
+from ...optim.flat_weights import FlatWeights
 from ...scaling.replicas import TiedParameter
 
 DATA = "data."

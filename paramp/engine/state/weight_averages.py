@@ -16,7 +16,7 @@ from ...base import sizes
 from ...base.scratch import Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
-from ...optim.param_buffer import Buffer
+from ...optim.flat_buffer import Buffer
 from ..window import AccumulationWindow
 from .full_state import full_state_dict
 from .model_tensors import ParamChunks

@@ -24,7 +24,7 @@ import torch
 
 from ...base import sizes
 from ...base.dtensor import is_dtensor
-from ..param_buffer import ALIGNMENT, Buffer, FlatParam
+from ..flat_buffer import ALIGNMENT, Buffer, FlatParam
 
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")

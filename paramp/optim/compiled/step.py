@@ -11,10 +11,10 @@ import torch
 from ...base import sizes
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
-from ..flat_params import OptimizerWeights
+from ..flat_buffer import StepRange
+from ..flat_weights import OptimizerWeights
 from ..fused_step import Block, FusedStep
 from ..master_storage import ResidualMasters
-from ..param_buffer import StepRange
 from .kernels import (
     FAMILIES,
     Family,

@@ -24,7 +24,7 @@ from torch import nn
 
 from ...base.collectives import gather_objects
 from ...base.dtensor import is_dtensor, own_part
-from ..param_buffer import FlatParam
+from ..flat_buffer import FlatParam
 
 
 class HeldSlice(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from ...base.collectives import gather_objects
 from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...scaling.replicas import Role
-from ..flat_params import NO_GROUP, FlatWeights
+from ..flat_weights import NO_GROUP, FlatWeights
 from .exchange import MatrixExchange
 from .trial import needs_whole_matrices
 

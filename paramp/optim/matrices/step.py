@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..flat_params import OptimizerWeights
-from ..param_buffer import FlatParam
+from ..flat_buffer import FlatParam
+from ..flat_weights import OptimizerWeights
 from .exchange import placeholder
 
 

@@ -30,10 +30,9 @@ from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...parallel.batches import Batch
 from ..exit_status import report_failure
-from ..train_config import NORMS
 from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
 from .compare import compare
-from .options import EXACT, Options, configure
+from .options import EXACT, NORMS, Options, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
 MOMENTUM = 0.9

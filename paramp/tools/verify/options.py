@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import require
-from ...config.files import load, merge, read_file
+from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
+from ...config.files import SCRIPT_TABLES, load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
-from ...config.training import TrainConfig
+from ..flags import LAYOUT, MODE, SEED
 
 EXACT = "paramp.exact.verify.exact_run"
 """The module that configures, runs and compares with ``exact``, imported on first use."""
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
+FLAGS = {**LAYOUT, "precision": (MODE,), "optimization": (SEED,)}
+"""Those that set keys of the configuration, by group in ``--help``."""
+NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerNorm()], "fused": [FusedLayerNorm()]}
+"""Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
 INIT_SCALE = 2.0**10
 """The largest initial loss scale. With 2**16 or 2**32 a run of a few steps would skip most of them."""
 
@@ -66,7 +71,8 @@ def configure(options: Options, run: str) -> Config:
 
     The single run has as many microbatches as all data ranks of the sharded run together, of the same samples.
     """
-    config = load(merge(read_file(options.config) if options.config else {}, options.settings))
+    file = read_file(options.config) if options.config else {}
+    config = load(merge({key: file[key] for key in file if key not in SCRIPT_TABLES}, options.settings))
     precision = config.precision
     if precision.masters:  # remainders give the same values
         precision = dataclasses.replace(precision, masters=True)
@@ -80,7 +86,7 @@ def configure(options: Options, run: str) -> Config:
     if run == "single":
         chunks = parallel.data_size(parallel.least_world_size) * parallel.pipeline.num_microbatches
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
-    changes: dict[str, Any] = {"parallel": parallel, "precision": precision, "masters": None, "train": TrainConfig()}
+    changes: dict[str, Any] = {"parallel": parallel, "precision": precision, "masters": None}
     if options.exact:
         exact: Config = importlib.import_module(EXACT).in_exact_mode(dataclasses.replace(config, **changes))
         return exact

@@ -2,11 +2,15 @@
 
 import os
 import runpy
+import sys
 from pathlib import Path
 
-from paramp.tools import train_data
+TRAIN = Path(__file__).parents[3] / "launch" / "train.py"
+sys.path.insert(0, str(TRAIN.parent))
 
-original = train_data.training_windows
+from train_app import batch_reader  # noqa: E402
+
+original = batch_reader.training_windows
 
 
 def failing(tokens, seq_len, seed, step, first, count):
@@ -15,6 +19,5 @@ def failing(tokens, seq_len, seed, step, first, count):
     return original(tokens, seq_len, seed, step, first, count)
 
 
-train_data.training_windows = failing
-train = Path(__file__).parents[3] / "launch" / "train.py"
-runpy.run_path(str(train), run_name="__main__")
+batch_reader.training_windows = failing
+runpy.run_path(str(TRAIN), run_name="__main__")

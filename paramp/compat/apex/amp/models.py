@@ -84,6 +84,7 @@ class AmpForward:
         functools.update_wrapper(self, forward)  # also keeps it, as __wrapped__, and its signature
         self.module = module
         self.casts = casts
+        self.computes: dict[torch.device, ComputeContext] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casts = self.casts
@@ -91,7 +92,8 @@ class AmpForward:
             args, kwargs = _map_cast((args, kwargs), casts.inputs)
         active = state.session is None or state.session.casts_active
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        with ComputeContext(casts.precision, device).enter(autocast=active):
+        compute = self.computes.setdefault(device, ComputeContext(casts.precision, device))
+        with compute.enter(autocast=active):
             output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         return _map_cast(output, casts.outputs)
 

@@ -1,0 +1,1 @@
+"""What `launch/train.py` is made of: its settings, its data, its log."""

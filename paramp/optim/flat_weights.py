@@ -1,0 +1,331 @@
+"""Trained parameters, gradients and masters of a rank in flat buffers.
+
+All trained parameters of a rank are stored one after the other in :class:`~paramp.optim.flat_buffer.Buffer` s, by
+dtype. The model's parameters and gradients are views of them, so that nothing is copied, the step runs over a few
+ranges instead of hundreds of tensors, and a reduction over data ranks is one collective per buffer.
+
+::
+
+    weights    | head.bias ... | blocks.3.mlp ... blocks.0 ... embedding |     fp16, views: the model's parameters
+    gradients  | the same                                                |     views: their .grad
+    masters    | the same, or under ZeRO this rank's part                |     fp32, stepped by the optimizer
+
+Each buffer has parameters of one optimizer, sorted by its groups and by norm weight, so that neighbours have the same
+options and weight in the norm; within that, the last of the model come first, because their gradients are ready first.
+ZeRO-1 (Rajbhandari et al., 2020) gives each data rank an equal part of every buffer. Only that rank has masters
+and optimizer state for it; it receives the summed gradients of its part and sends its new weights to the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..base.collectives import all_gather_shards
+from ..base.dtensor import is_dtensor, local, wrap
+from ..distributed.context import ParallelContext
+from ..distributed.numerics import Numerics
+from ..precision.policy import Precision
+from ..precision.stochastic_rounding import BitStream, key_of
+from ..scaling.grad_norm import norm_weight
+from .changes.in_place import ChangedWeights
+from .changes.replaced_parameters import ModelParameters
+from .flat_buffer import Buffer, FlatParam, in_buckets
+from .flat_gradients import FlatGradients, GradientReduction
+from .master_weights import cast_weights, trained_and_frozen
+from .matrices.exchange import MatrixExchange
+
+NO_GROUP = -1
+"""The optimizer group of a parameter that is in none of the optimizers' groups."""
+NO_GROUPS = (0, NO_GROUP)
+"""The indices of such a parameter's optimizer, in whose buffers it is stored, and of its group."""
+
+
+class FlatWeights:
+    """The trained parameters of one rank, and the tensors that the optimizer steps in their place.
+
+    Attributes:
+        params: one for each parameter, in the model's order.
+        names, parameters: the model's own, with the whole model's names.
+        stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
+            rank's part, 1-dim (0-dim for a 0-dim parameter). None if this rank has no element of the parameter.
+        buffers: the flat buffers that hold the parameters.
+        changes: whether weights were changed in place, so that masters have to follow.
+        gradients: the gradients of the parameters, from the backward to the step.
+        by_optimizer: the weights of each optimizer.
+        frozen: the parameters that are not trained, by name.
+        is_partitioned: whether each data rank steps only its part (ZeRO).
+        numerics: of the engine.
+        put_back: :meth:`~.changes.replaced_parameters.ModelParameters.put_back` of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group_of: Mapping[str, tuple[int, int]],
+        reduction: GradientReduction,
+        numerics: Numerics,
+        context: ParallelContext,
+    ) -> None:
+        """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here.
+
+        Args:
+            group_of: the indices of the optimizer and of its param group of each parameter, by any of its names.
+            reduction: how gradients are summed, also of the tied parameters of ``module`` and FSDP2's units in it.
+        """
+        self._context, units = context, reduction.units
+        self.numerics, precision = numerics, context.config.precision
+        stored = precision if units is None else precision.as_sharded
+        if units is not None and not numerics.units_reduce:
+            stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
+        originals = cast_weights(module, stored, untrained=precision.weights)
+        for tie in reduction.ties:
+            tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
+        trained, self.frozen = trained_and_frozen(module)
+        num_parts = context.batch_axis.size if context.config.parallel.zero > 0 else 1
+        self.is_partitioned = num_parts > 1
+        sizes = {} if units is None else units.padded_sizes()
+        self.params = [
+            FlatParam(
+                name, one, *group_of.get(name, NO_GROUPS), norm_weight(one, context) * num_parts, sizes.get(one, 0)
+            )
+            for name, one in trained
+        ]
+        self.names = [param.name for param in self.params]
+        self.parameters = [param.parameter for param in self.params]
+        part = context.batch_axis.rank if self.is_partitioned else 0
+        self.buffers: list[Buffer] = []
+        stepped: dict[FlatParam, nn.Parameter | None] = {}
+        for params in _bucketed(self.params):
+            buffer = Buffer(params, stored, num_parts, part)
+            self.buffers.append(buffer)
+            # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
+            stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in params}
+        self.stepped = [stepped[param] for param in self.params]
+        self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+        self._units = units
+        if units is not None:
+            units.use_memory(self._memory())
+        self._param_of = {param.parameter: param for param in self.params}
+        self.changes = ChangedWeights(self.buffers, context.device)
+        self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
+        self._model_parameters = ModelParameters(module)
+        if any(buffer.masters.state for buffer in self.buffers):
+            self._model_parameters.follow_loads(self.follow_weights)
+        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, reduction, context)
+        self._model_parameters.replaced = self._follow_replaced
+        self.gradients.before_batch = self.put_back = self._model_parameters.put_back
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
+        """(parameter, stepped tensor, buffer) of each parameter of which this rank has a master, or a part of it."""
+        for param, stepped in zip(self.params, self.stepped, strict=True):
+            if stepped is not None:
+                yield param, stepped, self._buffer_of[param]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
+        for weights in self.by_optimizer:
+            weights.write_back()
+
+    def round_stochastically(self, first_names: Mapping[str, str], step: torch.Tensor) -> None:
+        """Give what is rounded stochastically its random bits; ``step``: the number of steps made, 0-dim."""
+        for param in self.params:
+            param.bits = BitStream(key_of(self._context.config.seed, first_names[param.name]), step)
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Under ZeRO, all-gather the stepped weights over data ranks."""
+        gather_weights(self.buffers, self._context.batch_axis.group)
+
+    def exact(self, param: FlatParam) -> torch.Tensor:
+        """The part of ``param`` that this rank steps, 1-dim: of its master if it has one, else of the weight.
+
+        It shares storage with the stepped tensor, except for masters stored as remainders, which are a new tensor.
+        """
+        buffer = self._buffer_of[param]
+        return buffer.masters.read(buffer.own_range(param))
+
+    @torch.no_grad()
+    def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
+        """Store ``masters``, of the shapes that :meth:`exact` returns, and round them to the weights.
+
+        Under ZeRO every data rank has to call it.
+        """
+        for param, master in masters.items():
+            buffer = self._buffer_of[param]
+            buffer.masters.write(buffer.own_range(param), master)
+        self.gather_weights()
+
+    @torch.no_grad()
+    def follow_weights(self, weights: Iterable[nn.Parameter]) -> None:
+        """Update the masters of those ``weights`` whose values were changed by a load."""
+        for param in map(self._param_of.get, weights):
+            if param is not None:
+                buffer = self._buffer_of[param]
+                buffer.masters.follow(buffer.own_range(param))
+
+    def _follow_replaced(self, replaced: Sequence[nn.Parameter]) -> None:
+        """Follow parameters that were put back into the model with the values of their replacements."""
+        if self._units is not None:
+            self._units.put_back(self._memory())
+        self.follow_weights(replaced)
+
+    def _memory(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The memory of each parameter, with its padding."""
+        return {param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()}
+
+    @torch.no_grad()
+    def full_precision(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
+        """Each trained weight at its master's precision, complete over data ranks, a DTensor if the weight is one.
+
+        With ``averages`` the averages in their place, which the buffers must have.
+        Under ZeRO every data rank has to call it.
+        """
+        full: dict[str, torch.Tensor] = {}
+        for buffer in self.buffers:
+            whole = self._whole(buffer, averages=averages)
+            for param in buffer.params:
+                value = buffer.view(whole, param)
+                full[param.name] = wrap(value, param.parameter) if is_dtensor(param.parameter) else value
+        return full
+
+    def _whole(self, buffer: Buffer, *, averages: bool) -> torch.Tensor:
+        """The masters of ``buffer`` from all data ranks, its weights if it has no masters, or its averages. 1-dim."""
+        if not averages and not buffer.masters.state:
+            return buffer.weights
+        own = buffer.average if averages else buffer.masters.read(slice(None))
+        assert own is not None
+        if buffer.num_parts == 1:
+            return own
+        whole = torch.empty_like(buffer.weights, dtype=own.dtype)
+        buffer.own(whole).copy_(own)
+        all_gather_shards(whole, buffer.own(whole), self._context.batch_axis.group)
+        return whole
+
+
+class OptimizerWeights:
+    """The trained parameters of one optimizer on this rank, and the tensors that it steps in their place.
+
+    Attributes:
+        optimizer: the user's.
+        params: its parameters, in the model's order.
+        buffers: the buffers that hold them; no other optimizer's.
+        changes: those of all weights.
+        is_partitioned: whether each data rank steps only its part (ZeRO).
+        exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, index: int, weights: FlatWeights, context: ParallelContext
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = [param for param in weights.params if param.optimizer == index]
+        self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
+        self.changes = weights.changes
+        self.exchange: MatrixExchange | None = None
+        self.is_partitioned = weights.is_partitioned
+        self._pairs = [pair for pair in weights.pairs() if pair[0].optimizer == index]
+        self._context = context
+
+    @property
+    def device(self) -> torch.device:
+        return self._context.device
+
+    @property
+    def precision(self) -> Precision:
+        return self._context.config.precision
+
+    def random_bits(self) -> dict[nn.Parameter, Callable[[int], torch.Tensor]]:
+        """For each tensor that the optimizer steps the random bits of its elements, as a function of a word."""
+        return {stepped: partial(self._bits, param, buffer) for param, stepped, buffer in self.pairs()}
+
+    def _bits(self, param: FlatParam, buffer: Buffer, word: int) -> torch.Tensor:
+        if self.exchange is None:
+            return next(buffer.random_bits(buffer.own_range(param)))[1](word)
+        assert param.bits is not None
+        return param.bits(torch.arange(param.parameter.numel(), device=self.device), word)
+
+    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
+        """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
+        if self.exchange is None:
+            yield from self._pairs
+        else:
+            buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+            for param, whole in self.exchange.owned.items():
+                yield param, whole, buffer_of[param]
+
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The tensors that the optimizer steps on this rank, by the whole model's names."""
+        return {param.name: stepped for param, stepped, _ in self.pairs()}
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
+        for buffer in self.buffers:
+            buffer.masters.round_to_weights()
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Under ZeRO, all-gather the stepped weights over data ranks."""
+        gather_weights(self.buffers, self._context.batch_axis.group)
+
+
+def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
+    """All-gather the stepped weights over ``group``: one all-gather for each buffer."""
+    for buffer in buffers:
+        if buffer.num_parts > 1:
+            all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)
+
+
+def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
+    """The parameters of each buffer, in buffer order."""
+    alike: dict[tuple[int, torch.dtype], list[FlatParam]] = defaultdict(list)
+    # Parameters with a small norm weight, such as those of norms, come last: they need a separate collective.
+    last_first = params[::-1]
+    for param in sorted(last_first, key=lambda param: (param.group == NO_GROUP, param.group, -param.norm_weight)):
+        alike[param.optimizer, param.parameter.dtype].append(param)
+    for of_one_kind in alike.values():
+        yield from in_buckets(of_one_kind)
+
+
+@torch.no_grad()
+def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
+    """Move a parameter into ``buffer``; its master starts as ``original``, its local part before rounding, if not None.
+
+    Returns:
+        The tensor that the optimizer steps in its place; None if only other ranks step it.
+    """
+    parameter, weight = param.parameter, buffer.view(buffer.weights, param)
+    weight.copy_(local(parameter))
+    if is_dtensor(parameter):
+        parameter._local_tensor = weight
+    else:
+        parameter.data = weight
+    own, masters = buffer.own_range(param), buffer.masters
+    masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
+    if param.own[0] == param.own[1]:
+        return None
+    # An optimizer that steps the weight itself reads the gradient from it, which has to be plain and of its dtype.
+    stepped = parameter
+    if buffer.num_parts > 1:
+        # The optimizer's state of a 0-dim weight is 0-dim too, also in checkpoints.
+        stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
+    elif masters.stepped is not masters.weights:
+        stepped = nn.Parameter(buffer.view(masters.stepped, param))
+    elif is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype:
+        stepped = nn.Parameter(weight)
+    vars(stepped).update(vars(parameter))  # some optimizers read attributes
+    return stepped
