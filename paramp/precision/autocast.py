@@ -170,4 +170,6 @@ def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     dtype = precision.outputs or torch.promote_types(tensor.dtype, torch.float32)
     if tensor.dtype is dtype:
         return tensor
-    return on_local(lambda values: values.to(dtype), tensor) if is_dtensor(tensor) else tensor.to(dtype)
+    if type(tensor) is torch.Tensor or not is_dtensor(tensor):
+        return tensor.to(dtype)
+    return on_local(lambda values: values.to(dtype), tensor)
