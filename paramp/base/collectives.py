@@ -23,7 +23,7 @@ expect("torch._foreach_copy_", "torch.distributed.distributed_c10d")
 def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
 
-    In a group of one nothing is done. Two ranks on CPUs swap their tensors where that is faster (:mod:`.swap_cpu`).
+    In a group of one nothing is done.
 
     Args:
         tensor: plain, dense, any dtype; the same size and dtype on every rank.
@@ -31,15 +31,8 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
     """
     group = group or dist.group.WORLD
     assert group is not None
-    if group.size() == 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
-        return
-    if group.size() == 2 and tensor.device.type == "cpu":
-        from . import swap_cpu
-
-        if swap_cpu.is_faster(tensor, group):
-            swap_cpu.all_reduce_(tensor, group, op)
-            return
-    group.allreduce([tensor], op).wait()
+    if group.size() > 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
+        group.allreduce([tensor], op).wait()
 
 
 @torch.no_grad()

@@ -31,10 +31,6 @@ APART = 2**18
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 
-SWAPPED = 2**16
-"""Bytes up to which two ranks send each other a sum of any dtype, in place of gloo's ring."""
-SWAP_PIECE = 2**19
-"""Elements that they send each other at a time; bounds the memory for what arrives."""
 SUM_PIECE = 2**19
 """Elements that are summed in a tree at a time: the slices that are sent, and those received, exist besides."""
 

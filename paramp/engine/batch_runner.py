@@ -152,9 +152,8 @@ class BatchRunner:
         reductions over data ranks start during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
-        leaves = self._gradients.local_leaves() if backward else nullcontext()
         running = self._stages.running(backward=backward)
-        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), leaves, running:
+        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), running:
             if not microbatches:
                 before_last_backward()
                 return

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -18,7 +17,6 @@ import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local, version
-from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.module_surgery import num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
@@ -148,7 +146,6 @@ class FlatGradients:
         self._frozen = frozen
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
-        self._leaves: Leaves = {}
         self._are_sharded = [*map(is_dtensor, self.parameters)]
         self._addresses: list[int] | None = None
         """Where parameters and gradients have to be: in their buffers."""
@@ -221,11 +218,6 @@ class FlatGradients:
                 buffer.make_gradients()
             self._views = [param.gradient for param in self.params]
             self._local_views = [param.local_gradient for param in self.params]
-            self._leaves = {
-                id(parameter): (make_leaf(parameter, gradient), gradient)
-                for parameter, gradient in zip(self.parameters, self._views, strict=True)
-                if is_dtensor(parameter) and is_dtensor(gradient) and not sharded
-            }
             places = [self._buffer_of[param] for param in self.params]
             weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
             self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
@@ -245,15 +237,6 @@ class FlatGradients:
         if self._addresses is None:
             return [0] * len(self.params)
         return list(map(operator.add, map(VERSION, self._views), map(VERSION, self._local_views)))
-
-    def local_leaves(self) -> AbstractContextManager[None]:
-        """A context for a forward and its backward, whose layers compute on leaves (:mod:`paramp.base.local_leaves`).
-
-        The parameters' own nodes are not in its graph.
-        """
-        # Without leaves too, activations such as sharded logits keep their local tensors in it.
-        used = bool(self._leaves) or self.context.tensor_axis.size > 1
-        return using(self._leaves) if used else nullcontext()
 
     @torch.no_grad()
     def take_back(self, params: Iterable[FlatParam]) -> None:

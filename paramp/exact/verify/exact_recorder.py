@@ -21,9 +21,9 @@ from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
 from ...optim.flat_buffer import FlatParam
 from ..chunk_gradients import ChunkGradients
-from ..functions import unwatched
-from ..totals import ChunkTotals
-from .trace import Key, TraceWriter
+from ..forwards import unwatched
+from ..microchunk_run import MicrochunkTotals
+from .tensor_trace import Key, TraceWriter
 
 
 class ExactRecorder(Observer):
@@ -38,7 +38,7 @@ class ExactRecorder(Observer):
         """``modules``: this rank's, with their names in the whole model."""
         gradients, totals = engine._weights.gradients.reduction, engine._losses.totals
         assert isinstance(gradients, ChunkGradients)
-        assert isinstance(totals, ChunkTotals)
+        assert isinstance(totals, MicrochunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
         gradients.compares_replicas = False  # a difference between tensor ranks is for the report
         self._data_rank = engine.context.batch_axis.rank
