@@ -79,7 +79,6 @@ class SlicedColwise(SlicedStyle):
         self.gathers, self.logits = gathers, logits
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "outputs", module.get_parameter("weight").shape[1 if is_conv1d(module) else 0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -114,7 +113,6 @@ class SlicedRowwise(SlicedStyle):
         self.scatters = scatters
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "inputs", module.get_parameter("weight").shape[0 if is_conv1d(module) else 1])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -147,7 +145,6 @@ class SlicedRows(SlicedStyle):
     """An Embedding whose rows are sharded. A row is looked up as it is, so nothing is cut."""
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "embeddings", module.get_parameter("weight").shape[0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
