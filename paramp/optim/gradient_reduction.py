@@ -7,7 +7,7 @@
 =========================  ===================================================================
 
 One data rank needs none (:class:`~paramp.optim.flat_gradients.GradientReduction`); the exact mode has two of its own
-(:mod:`paramp.exact.chunk_gradients`).
+(:mod:`paramp.exact.microchunk_gradients`).
 """
 
 from __future__ import annotations

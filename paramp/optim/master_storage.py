@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from ..base.scratch import Scratch, zeros_apart
+from ..base.scratch_cpu import Scratch, zeros_apart
 from ..precision.master_residuals import join, split
 from ..precision.stochastic_rounding import rounded
 from .master_weights import follow

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters, unfrozen
-from ..base.scratch import Scratch
+from ..base.scratch_cpu import Scratch
 from ..base.torch_internals import expect
 from ..precision.policy import Precision
 from .changes.replaced_parameters import ModelParameters

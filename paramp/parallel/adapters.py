@@ -14,7 +14,8 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..config.layout import PipelineConfig
-from .batches import Batch, loss_in
+from .batch_outputs import loss_in
+from .batches import Batch
 from .materialize import InitialValues, check_materializable, is_on_meta
 from .partition import Partition, SequentialPartition, is_sequential, partition_model
 

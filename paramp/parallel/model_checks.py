@@ -113,12 +113,12 @@ def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
     for rank in range(pipeline.size if context.config.parallel.shard > 1 else 0):
         held: dict[nn.Parameter, str] = {}
         for index in pipeline.stages_of(rank):
-            own = {parameter: name for name, parameter in stages[index].named_parameters()}
-            if both := held.keys() & own.keys():
-                name, other = min((held[one], own[one]) for one in both)
+            names = {parameter: name for name, parameter in stages[index].named_parameters()}
+            if both := held.keys() & names.keys():
+                name, other = min((held[parameter], names[parameter]) for parameter in both)
                 raise ConfigError(
                     f"model: {name!r} and {other!r} are one parameter, in two stages of pipeline rank {rank}, expected "
                     f"one stage, because parallel.data.shard is {context.config.parallel.shard}; choose a schedule "
                     "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
                 )
-            held |= own
+            held |= names

@@ -87,9 +87,9 @@ class LinkedStage(nn.Module):
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The substitute for an output; it depends on ``tensors``, so that these get gradients."""
-        own = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        zero = torch.zeros((), requires_grad=torch.is_grad_enabled())
         # Multiplied first: the gradient of a plain sum is an expanded tensor, which cannot be sent.
-        anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), own * 0.0)
+        anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), zero * 0.0)
         if self.sent is None:
             return anchor.reshape(1).to(self.stage.link_device)
         metas = self.sent.metas(False)
