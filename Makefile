@@ -46,7 +46,7 @@ matrix: $(VENV)/installed
 		tests/models/test_huggingface_table.py --write-matrix
 
 # What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
-CHECKS := $(addprefix tests/system/test_,words.py layers.py walks.py claims.py)
+CHECKS := $(addprefix tests/system/test_,words.py layers.py names.py walks.py claims.py)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

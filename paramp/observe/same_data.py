@@ -114,15 +114,19 @@ class SameBatches:
         self._number += 1
         if self._left[training]:
             self._left[training] -= 1
-            everyone = gather_objects(_leaves(batch), self._context.model_group)
-            if (difference := _difference(everyone, self._ranks, self._context)) is not None:
-                raise ConfigError(f"{difference}. {SAME_BATCH}")
+            self._compare_bits(batch)
         elif self._later is not None:
             call = Leaf("the call", "a training batch" if training else "an evaluation", None)
             if by_rank := self._later.differ(self._number, [call, *_leaves(batch, hashed=False)]):
                 difference = _difference([*by_rank.values()], [*by_rank], self._context)
                 where = f"{difference}, in batch {self._number} of this engine"
                 self._raise_alone(ConfigError(f"{where}. {SAME_BATCH}"))
+
+    def _compare_bits(self, batch: Batch) -> None:
+        """The host waits for them."""
+        everyone = gather_objects(_leaves(batch), self._context.model_group)
+        if (difference := _difference(everyone, self._ranks, self._context)) is not None:
+            raise ConfigError(f"{difference}. {SAME_BATCH}")
 
 
 def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | None:

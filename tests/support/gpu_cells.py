@@ -39,11 +39,11 @@ class Documented(NamedTuple):
 
 ALWAYS = "Inside Fabric, Accelerate and the Trainers, torchtitan's too, it always does"
 DOCUMENTED: list[Documented] = [
-    Documented(("SameBatches._check_first",), "docs/step.md", "The host waits for their bits"),
+    Documented(("SameBatches._compare_bits",), "docs/step.md", "The host waits for their bits"),
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
     Documented(("SharedGradScaler.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),
-    Documented(("ChunkRun._largest",), "docs/reproducible.md", "and the host waits for them"),
+    Documented(("MicrochunkRun._largest",), "docs/reproducible.md", "and the host waits for them"),
     Documented(("Replicas.check",), "docs/replicas.md", "the host reads its result"),
 ]
 FEATURES: dict[str, dict[str, Any]] = {
