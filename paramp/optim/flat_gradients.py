@@ -25,7 +25,7 @@ from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
 from .flat_buffer import Buffer, FlatParam, step_ranges
-from .master_weights import NamedParameters, check_frozen
+from .masters import NamedParameters, check_frozen
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

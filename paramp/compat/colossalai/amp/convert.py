@@ -24,12 +24,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ....base.errors import ConfigError
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
-from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
 from ....pipeline.stage import Stage
 from ....precision.policy import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer
+from .weights import Weights
 
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options
