@@ -19,13 +19,12 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, version
 from ..base.local_leaves import Leaves, make_leaf, using
-from ..base.module_surgery import num_hooks
+from ..base.module_surgery import NamedParameters, check_frozen, num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
 from .flat_buffer import Buffer, FlatParam, step_ranges
-from .masters import NamedParameters, check_frozen
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

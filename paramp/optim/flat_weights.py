@@ -29,6 +29,7 @@ from torch import nn
 
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
+from ..base.module_surgery import trained_and_frozen
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
 from ..precision.policy import Precision
@@ -38,7 +39,7 @@ from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
-from .masters import cast_weights, trained_and_frozen
+from .masters import cast_weights
 from .matrices.exchange import MatrixExchange
 
 NO_GROUP = -1

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar, Self, TypeAlias
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local
-from ..base.module_surgery import cast_parameters, unfrozen
+from ..base.module_surgery import cast_parameters
 from ..base.pages_cpu import zeros_apart
 from ..base.scratch import Scratch
 from ..base.torch_internals import expect
@@ -33,7 +33,6 @@ from ..precision.stochastic_rounding import rounded
 
 expect("torch._foreach_copy_")
 
-NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 ALL = slice(None)
 
 
@@ -233,16 +232,3 @@ def cast_weights(
     keep = precision.keep_batchnorm_fp32
     cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
     return originals
-
-
-def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
-    """The parameters of ``module`` that require gradients, and those that do not."""
-    named = list(module.named_parameters())
-    return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
-
-
-def check_frozen(frozen: NamedParameters) -> None:
-    """Raise a RuntimeError for gradients of frozen parameters, which no optimizer steps."""
-    for name, parameter in frozen:
-        if parameter.grad is not None:
-            raise RuntimeError(unfrozen(name, "has a gradient"))

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor, local
+from ....base.module_surgery import check_frozen, trained_and_frozen
 from ....optim.changes.replaced_parameters import ModelParameters
 from ....optim.masters import (
     Masters,
     cast_weights,
-    check_frozen,
     drop_gradients,
     follow_changes,
-    trained_and_frozen,
     write_back,
 )
 from ....precision.policy import Precision
