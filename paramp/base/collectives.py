@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .torch_internals import expect
+from .torch_internals import expect, replace_kernels
 
-expect("torch._foreach_copy_", "torch.distributed.distributed_c10d")
+expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")
 
 
 @torch.no_grad()
 def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op: Any = dist.ReduceOp.SUM) -> None:
     """``dist.all_reduce`` (of the world, if ``group`` is None) without its checks, which cost as much as a small layer.
 
-    In a group of one nothing is done. Two ranks on CPUs swap their tensors where that is faster (:mod:`.swap_cpu`).
+    In a group of one nothing is done.
 
     Args:
         tensor: plain, dense, any dtype; the same size and dtype on every rank.
@@ -31,15 +31,8 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
     """
     group = group or dist.group.WORLD
     assert group is not None
-    if group.size() == 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
-        return
-    if group.size() == 2 and tensor.device.type == "cpu":
-        from . import swap_cpu
-
-        if swap_cpu.is_faster(tensor, group):
-            swap_cpu.all_reduce_(tensor, group, op)
-            return
-    group.allreduce([tensor], op).wait()
+    if group.size() > 1:  # a group of one may be gloo's, which would copy a GPU's tensor to the host
+        group.allreduce([tensor], op).wait()
 
 
 @torch.no_grad()
@@ -155,3 +148,31 @@ def equal_everywhere(value: Any, device: torch.device) -> bool:
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     highest, minus_lowest = bounds.tolist()
     return bool(highest == -minus_lowest)
+
+
+def gather_dtensors_over_gloo(key: str = "CUDA") -> torch.library.Library:
+    """Let DTensors on GPUs be gathered over gloo, for ranks that share one, while the result is kept.
+
+    The operator that DTensor calls reads the GPU's memory from the host under gloo, and the process dies (pytorch
+    #152645). The plain all-gather copies through the host.
+    """
+    kernels: dict[str, Callable[..., Any]] = {
+        "all_gather_into_tensor": _gather_dtensor,
+        "all_gather_into_tensor_out": _gather_dtensor_into,
+    }
+    return replace_kernels(key, kernels, "_c10d_functional")
+
+
+def _gather_dtensor(keys: Any, shard: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
+    shard = shard.reshape(-1) if shard.ndim == 0 else shard
+    out = shard.new_empty(shard.shape[0] * group_size, *shard.shape[1:])
+    return _gather_dtensor_into(keys, shard, group_size, group, out=out)
+
+
+def _gather_dtensor_into(
+    _keys: Any, shard: torch.Tensor, _group_size: int, group: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    all_gather_single(out, shard.contiguous(), group=group)
+    return out

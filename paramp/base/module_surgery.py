@@ -220,6 +220,14 @@ def cast_parameters(
                 submodule._buffers[name] = cast.setdefault((buffer, wanted), buffer.to(wanted))
 
 
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Every name of each parameter, in the model's order; a shared parameter has several names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def stored_dtype(
     module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False
 ) -> torch.dtype:

@@ -25,16 +25,12 @@ BUCKET = 2**25
 ranks. It also limits the memory that exists twice while parameters are copied into their buffers."""
 
 KEPT = 2**19
-"""Elements of a temporary of a loop. Longer ones are not kept for the next use (:mod:`paramp.base.scratch`)."""
+"""Elements of a temporary of a loop. Longer ones are not kept for the next use (:mod:`paramp.base.scratch_cpu`)."""
 APART = 2**18
-"""Bytes from which tensors begin apart (:mod:`paramp.base.pages_cpu`)."""
+"""Bytes from which tensors begin apart (:mod:`paramp.base.scratch_cpu`)."""
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 
-SWAPPED = 2**16
-"""Bytes up to which two ranks send each other a sum of any dtype, in place of gloo's ring."""
-SWAP_PIECE = 2**19
-"""Elements that they send each other at a time; bounds the memory for what arrives."""
 SUM_PIECE = 2**19
 """Elements that are summed in a tree at a time: the slices that are sent, and those received, exist besides."""
 

@@ -156,9 +156,9 @@ INVENTORY = (
     ),
     Private("torch.utils.data.DataLoader", "_iterator", "workers that stay from epoch to epoch"),
     # torch: processes and meshes
-    Private("torch.ops", "_c10d_functional", "gathering CUDA tensors over gloo"),
+    Private("torch.ops", "_c10d_functional", "kernels replaced in a context: gathering CUDA tensors over gloo"),
     Private(C10D, "_get_default_group _get_default_store", "the store of the world, and how its groups are made"),
-    Private(C10D, "_process_group_name", "names of groups that are equal on every rank"),
+    Private(C10D, "_process_group_name", "patched while a group is made: a name that is equal on every rank"),
     Private(C10D, "_resolve_process_group", "gathering CUDA tensors over gloo"),
     Private("torch.distributed.ProcessGroup", "_get_backend bound_device_id", "whether NCCL splits groups"),
     Private("torch.distributed.device_mesh.DeviceMesh", "_get_root_mesh", "the mesh that a parameter's is a part of"),
@@ -308,15 +308,19 @@ REPLACED: WeakValueDictionary[str, torch.library.Library] = WeakValueDictionary(
 _replacing = threading.Lock()
 
 
-def replace_kernels(key: str, kernels: Mapping[Any, Callable[..., Any]]) -> torch.library.Library:
+def replace_kernels(
+    key: str, kernels: Mapping[Any, Callable[..., Any]], namespace: str = "aten"
+) -> torch.library.Library:
     """Replace ``kernels`` of operators of :data:`INVENTORY` under ``key`` in this process, while the result is kept.
 
-    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` shares them.
+    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` of a ``namespace`` shares
+    them.
     """
+    name = key if namespace == "aten" else f"{namespace} {key}"
     with _replacing:
-        library = REPLACED.get(key)
+        library = REPLACED.get(name)
         if library is None:
-            REPLACED[key] = library = torch.library.Library("aten", "IMPL")
+            REPLACED[name] = library = torch.library.Library(namespace, "IMPL")
             for operator, kernel in kernels.items():
                 library.impl(operator, kernel, key, with_keyset=True)
     return library

@@ -123,11 +123,7 @@ class Saver:
 
 
 def _collected(collect: Callable[[], Collected]) -> tuple[list[Chunk], Any, CheckpointError | None]:
-    """This rank's chunks and the encoded values; or the error that prevents the save.
-
-    The error must not be raised here, on one rank: the others would wait in the collective that plans the writing, by
-    which all ranks get it.
-    """
+    """This rank's chunks and the encoded values; or the error, which all ranks get by the plan of the writing."""
     try:
         chunks, values = collect()
         return [chunk for chunk in chunks if chunk.written], encode(dict(values), "checkpoint"), None

@@ -37,7 +37,7 @@ PARTIAL = ".partial-"
 LOCK = f"{PARTIAL}lock"
 REPLACED = ".replaced"
 LEFTOVER = re.compile(rf"(.+){re.escape(PARTIAL)}(?:[0-9a-f]{{8}}|lock)")
-OWN_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
+CHECKPOINT_FILE = re.compile(r"manifest\.json|checkpoint\.json|rank-\d+\.safetensors")
 PLAIN_NAME = re.compile(r"\w[\w.-]*")
 PATIENCE = 60.0
 """Seconds that a save waits for another process's save to the same path."""
@@ -93,7 +93,7 @@ def replaced(path: Path) -> Path:
 
 def _may_be_replaced(path: Path) -> bool:
     """Whether ``path`` is an empty folder or a checkpoint, even a damaged one, without other files in it."""
-    if not _has_only_own_files(path):
+    if not _has_only_checkpoint_files(path):
         return False
     try:
         return bool(json.loads((path / MANIFEST).read_bytes())["format"] == FORMAT)
@@ -104,9 +104,9 @@ def _may_be_replaced(path: Path) -> bool:
         return (path / HEADER).is_file()
 
 
-def _has_only_own_files(folder: Path) -> bool:
+def _has_only_checkpoint_files(folder: Path) -> bool:
     try:
-        return all(OWN_FILE.fullmatch(name) for name in os.listdir(folder))
+        return all(CHECKPOINT_FILE.fullmatch(name) for name in os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
         return False
 
@@ -164,7 +164,7 @@ def _delete_leftovers(path: Path) -> None:
             continue
         owner = path.with_name(match[1])
         with contextlib.nullcontext(True) if owner == path else _locked(owner) as is_ours:
-            if is_ours and _has_only_own_files(left):
+            if is_ours and _has_only_checkpoint_files(left):
                 _delete(left)
 
 

@@ -28,26 +28,24 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
         CheckpointError: the checkpoint is damaged or incomplete.
         ConfigError: ``to`` exists already.
     """
-    checkpoint, to = user_path(checkpoint), user_path(to)
-    if to.exists():
-        raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
+    checkpoint, to = user_path(checkpoint), _new_path(to)
     with OpenCheckpoint(checkpoint) as source:
         if damage := source.problems():
             raise CheckpointError(damage[0])
         tensors = source.header.tensors
         names = {name.removeprefix(MODEL): name for name in tensors if name.startswith(MODEL)}
 
-        def stored(name: str) -> torch.dtype:
-            own = tensors[names[name]].dtype
-            return dtype if dtype is not None and own.is_floating_point else own
+        def written(name: str) -> torch.dtype:
+            stored = tensors[names[name]].dtype
+            return dtype if dtype is not None and stored.is_floating_point else stored
 
         make_folder(to.parent)
         partial = unnamed(to)
         try:
             write_tensors(
                 partial,
-                {name: (stored(name), tensors[names[name]].shape) for name in names},
-                lambda name: read_tensor(source, names[name]).to(stored(name)),
+                {name: (written(name), tensors[names[name]].shape) for name in names},
+                lambda name: read_tensor(source, names[name]).to(written(name)),
                 metadata={"format": "pt"},  # Hugging Face's loaders require it
             )
             publish_file(partial, to)
@@ -64,9 +62,7 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
         ConfigError: ``to`` exists already.
         OSError: the file cannot be read.
     """
-    file, to = user_path(file), user_path(to)
-    if to.exists():
-        raise ConfigError(f"--to: {str(to)!r} exists already; move it away, or choose another name")
+    file, to = user_path(file), _new_path(to)
     source, stored_in = TensorFile(file), rank_file(0)
     shapes = {f"{MODEL}{name}": shape for name, shape in source.shapes.items()}
     tensors = [
@@ -80,23 +76,30 @@ def import_weights(file: str | Path, to: str | Path) -> Path:
     return to
 
 
+def _new_path(to: str | Path) -> Path:
+    path = user_path(to)
+    if path.exists():
+        raise ConfigError(f"--to: {str(path)!r} exists already; move it away, or choose another name")
+    return path
+
+
 def inspect(checkpoint: str | Path) -> dict[str, Any]:
     """The content of a checkpoint: ``damage`` (messages; empty if it is intact), ``values`` and ``tensors``.
 
     If the manifest or header cannot be read, only ``path`` and ``damage``.
     """
-    found: dict[str, Any] = {"path": str(checkpoint)}
+    content: dict[str, Any] = {"path": str(checkpoint)}
     try:
         opened = OpenCheckpoint(checkpoint)
     except CheckpointError as error:
-        return found | {"damage": [str(error)]}
+        return content | {"damage": [str(error)]}
     with opened:
-        found["damage"] = opened.problems()
+        content["damage"] = opened.problems()
         try:
             header = opened.header
         except (CheckpointError, OSError):
-            return found
-        return found | {
+            return content
+        return content | {
             "bytes": sum(file.size for file in opened.files.values()),
             "files": len(opened.files),
             "unknown_files": opened.other_files(),

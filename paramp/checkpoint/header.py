@@ -19,15 +19,8 @@ from .safetensors_io import DTYPES
 MODEL = "model."
 """The prefix of the names of weights and buffers."""
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-VALUES: dict[str, type] = {
-    "layout": dict,
-    "config": dict,
-    "counts": list,
-    "scaler": dict,
-    "optimizer": str,
-    "groups": list,
-    "tracked": dict,
-}
+_DICTS = dict.fromkeys(("layout", "config", "scaler", "tracked"), dict)
+VALUES: dict[str, type] = {**_DICTS, "counts": list, "groups": list, "optimizer": str}
 """The types of the values in a run's checkpoint."""
 
 

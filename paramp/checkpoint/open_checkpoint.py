@@ -63,42 +63,38 @@ class OpenCheckpoint:
         self._open_file(MANIFEST)
         if MANIFEST not in self.damage:
             lock(self._descriptors[MANIFEST], fcntl.LOCK_SH)
-            self._read_manifest()
+            try:
+                data = self._read(MANIFEST)
+                self.digest = hashlib.sha256(data).hexdigest()
+                self.files = parse_manifest(data, self.path / MANIFEST)
+            except CheckpointError as error:
+                self.damage[MANIFEST] = str(error)
+            except OSError as error:
+                self.damage[MANIFEST] = f"{str(self.path / MANIFEST)!r} cannot be read: {error.strerror}"
         _allow_open(len(self.files))
         for name in self.files:
             self._open_file(name)
-        return not self.damage or self._has_its_name()
+        if not self.damage:
+            return True
+        real = Path(os.path.realpath(self.path))
+        for place in (real, replaced(real)):  # not opened, which would fail if too many files are open
+            with contextlib.suppress(FileNotFoundError):
+                return os.path.samestat(os.stat(place), os.fstat(self._descriptors[""]))
+        return False
 
     def _open_file(self, name: str) -> None:
         try:
             # Not blocking: opening a pipe of this name would wait.
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=self._descriptors[""])
         except FileNotFoundError:
-            what = "this is not a checkpoint, or a damaged one; use another one"
-            self.damage[name] = f"{str(self.path / name)!r} is missing" + (f": {what}" if name == MANIFEST else "")
+            what = ": this is not a checkpoint, or a damaged one; use another one" if name == MANIFEST else ""
+            self.damage[name] = f"{str(self.path / name)!r} is missing{what}"
         except OSError as error:
             self.damage[name] = f"{str(self.path / name)!r} cannot be read: {error.strerror}"
         else:
             self._descriptors[name] = descriptor
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 self.damage[name] = f"{str(self.path / name)!r} is not a file"
-
-    def _read_manifest(self) -> None:
-        try:
-            data = self._read(MANIFEST)
-            self.digest = hashlib.sha256(data).hexdigest()
-            self.files = parse_manifest(data, self.path / MANIFEST)
-        except CheckpointError as error:
-            self.damage[MANIFEST] = str(error)
-        except OSError as error:
-            self.damage[MANIFEST] = f"{str(self.path / MANIFEST)!r} cannot be read: {error.strerror}"
-
-    def _has_its_name(self) -> bool:
-        real = Path(os.path.realpath(self.path))
-        for name in (real, replaced(real)):  # not opened, which would fail if too many files are open
-            with contextlib.suppress(FileNotFoundError):
-                return os.path.samestat(os.stat(name), os.fstat(self._descriptors[""]))
-        return False
 
     def _read(self, name: str) -> bytes:
         with open(self._descriptors[name], "rb", closefd=False) as file:
@@ -108,13 +104,12 @@ class OpenCheckpoint:
     def problems(self, part: int = 0, num_parts: int = 1) -> list[str]:
         """Damage found at opening, and in every ``num_parts``-th file from ``part`` on, which are compared here."""
         names = sorted(self.files.keys() - self.damage.keys())[part::num_parts]
-        return [*self.damage.values(), *(found for name in names if (found := self._compare(name)))]
+        return [*self.damage.values(), *filter(None, map(self._difference, names))]
 
-    def _compare(self, name: str) -> str | None:
+    def _difference(self, name: str) -> str | None:
         """The problem of a file; None if it has the size and checksum of the manifest."""
         file, written, descriptor = self.path / name, self.files[name], self._descriptors[name]
-        size = os.fstat(descriptor).st_size
-        if size != written.size:
+        if (size := os.fstat(descriptor).st_size) != written.size:
             return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
@@ -123,9 +118,8 @@ class OpenCheckpoint:
                 position += len(data)
         except OSError as error:
             return f"{str(file)!r} cannot be read: {error.strerror}"
-        if digest.hexdigest() != written.sha256:
-            return f"{str(file)!r} is damaged: its checksum differs from the manifest's"
-        return None
+        is_whole = digest.hexdigest() == written.sha256
+        return None if is_whole else f"{str(file)!r} is damaged: its checksum differs from the manifest's"
 
     @functools.cached_property
     def header(self) -> Header:
@@ -210,9 +204,9 @@ def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = T
         checkpoint.header  # noqa: B018  # read here, so that an error is raised on every rank
     except (CheckpointError, OSError) as error:
         unreadable = str(error)
-    found_damage = gather_objects((damage[:1], unreadable), group)
+    everyone = gather_objects((damage[:1], unreadable), group)
     # One rank finds the checksum of a damaged header, and no rank can read it: the checksum's message comes first.
-    if failures := [each for own, _ in found_damage for each in own] + [each for _, each in found_damage if each]:
+    if failures := [text for texts, _ in everyone for text in texts] + [text for _, text in everyone if text]:
         checkpoint.close()
         raise CheckpointError(failures[0])
     return checkpoint
@@ -220,28 +214,24 @@ def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = T
 
 def _open_the_same(path: str | Path, group: dist.ProcessGroup) -> OpenCheckpoint:
     for attempt in range(ATTEMPTS):
-        checkpoint, problem = _try_to_open(path)
-        found = gather_objects((problem, checkpoint and checkpoint.digest), group)
+        checkpoint: OpenCheckpoint | None = None
+        try:
+            checkpoint = OpenCheckpoint(path)
+            problem = next(iter(checkpoint.damage.values()), None)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        opened = gather_objects((problem, checkpoint and checkpoint.digest), group)
         if checkpoint is not None:
-            if problem is None and len(set(found)) == 1:
+            if problem is None and len(set(opened)) == 1:
                 return checkpoint
             checkpoint.close()
-        if failures := [problem for problem, _ in found if problem]:
+        if failures := [failure for failure, _ in opened if failure]:
             raise CheckpointError(failures[0])
         time.sleep(0.01 * attempt)  # a save has replaced it between the ranks' opens
     raise CheckpointError(
         f"{str(path)!r} leads to different checkpoints on different ranks; all machines have to share the file system "
         "of the checkpoints"
     )
-
-
-def _try_to_open(path: str | Path) -> tuple[OpenCheckpoint | None, str | None]:
-    """The checkpoint at ``path``, and the first problem found when opening it."""
-    try:
-        checkpoint = OpenCheckpoint(path)
-    except (CheckpointError, OSError) as error:
-        return None, str(error)
-    return checkpoint, next(iter(checkpoint.damage.values()), None)
 
 
 def problem_together(path: str | Path, group: dist.ProcessGroup) -> str | None:

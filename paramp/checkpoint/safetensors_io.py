@@ -24,24 +24,11 @@ from safetensors import SafetensorError, safe_open
 from ..base.errors import CheckpointError
 from .atomic_dir import Written, write_file
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+_UNSIGNED = {"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64}
+_SIGNED = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_OTHERS = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool}
+DTYPES = _UNSIGNED | _SIGNED | _FLOATS | _OTHERS
 """The format's name of each dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -245,21 +245,35 @@ def precision_with(mode: object, options: Mapping[str, Any]) -> Precision | None
     return colossalai_options(mode, options) if isinstance(mode, AMP_TYPE) else None
 
 
-def without_fp16(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree``, a configuration with Colossal-AI's key ``fp16``, with ``precision`` in its place."""
-    if "precision" in tree:
-        raise ConfigError("fp16: given together with precision; keep one of the two")
+KEYS = ("fp16",)
+"""Keys of a configuration that :func:`translated` replaces."""
+
+
+def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree``, a configuration, with ``precision`` in place of Colossal-AI's key ``fp16``."""
     known = {key: value for key, value in tree.items() if key != "fp16"}
-    fp16 = tree["fp16"]
+    if "fp16" in tree and "precision" in tree:
+        raise ConfigError("fp16: given together with precision; keep one of the two")
+    fp16 = tree.get("fp16")
     # dict(mode=None): nothing is in half precision.
     if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
         known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
     return known
 
 
-def with_microbatches(config: Config) -> Config:
+def without_replaced(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree``, into which ``overrides`` were merged, without ``fp16`` or ``precision`` if they give the other."""
+    for key, other in (("precision", "fp16"), ("fp16", "precision")):
+        if key in overrides and other not in overrides:  # two keys for one setting; both together are refused
+            tree.pop(other, None)
+    return tree
+
+
+def with_user_keys(config: Config) -> Config:
     """``config`` with Colossal-AI's ``NUM_MICRO_BATCHES`` as that of its pipeline; without one it has no effect."""
     pipeline = config.parallel.pipeline
+    if config.user.get("NUM_MICRO_BATCHES") is None:
+        return config
     count = convert(config.user["NUM_MICRO_BATCHES"], int, "NUM_MICRO_BATCHES")
     if pipeline.size == 1:
         return config

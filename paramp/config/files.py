@@ -44,20 +44,19 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
             )
     if "user" in tree:
         raise ConfigError("user: no such key; write your own keys in capitals, at the top level")
+    if set(tree) <= {*keys(Config)}:
+        return build(Config, tree, "")
+    foreign = importlib.import_module(FOREIGN_NAMES)
+    tree = foreign.translated(tree)
     user = {key: value for key, value in tree.items() if isinstance(key, str) and key.isupper()}
-    known = {key: value for key, value in tree.items() if key not in user}
-    if "fp16" in known:
-        known = importlib.import_module(FOREIGN_NAMES).without_fp16(known)
-    settings = build(Config, known | ({"user": user} if user else {}), "", also=["fp16"])
-    if user.get("NUM_MICRO_BATCHES") is None:
-        return settings
-    return cast(Config, importlib.import_module(FOREIGN_NAMES).with_microbatches(settings))
+    settings = {key: value for key, value in tree.items() if key not in user} | ({"user": user} if user else {})
+    return cast(Config, foreign.with_user_keys(build(Config, settings, "", also=foreign.KEYS)))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read a ``.toml`` file, or a ``.py`` file: its dict ``CONFIG`` or ``config``, else its global names.
 
-    Names in capitals beside such a dict are keys too, as ``BATCH_SIZE`` in Colossal-AI's files.
+    Names in capitals beside such a dict are keys too.
 
     Raises:
         ConfigError: the file is not valid, or has another suffix.
@@ -77,12 +76,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
         except Exception as error:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
-        # Colossal-AI's own config files are modules whose names are the keys.
         plain = (Mapping, str, int, float, list, tuple, Precision)
+        known = [*keys(Config), *importlib.import_module(FOREIGN_NAMES).KEYS]
         names = {
             key: value
             for key, value in names.items()
-            if isinstance(value, plain) or (isinstance(value, enum.Enum) and key in (*keys(Config), "fp16"))
+            if isinstance(value, plain) or (isinstance(value, enum.Enum) and key in known)
             if not key.startswith("_")
         }
         for name in ("CONFIG", "config"):
@@ -96,16 +95,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``, for
     ``data`` its ``replicate``: ``tensor=2`` and ``tensor.mode="1d"`` give both."""
+    result = _merged(base, overrides)
+    if set(result) <= {*keys(Config)}:
+        return result
+    return cast(dict[str, Any], importlib.import_module(FOREIGN_NAMES).without_replaced(result, overrides))
+
+
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in overrides.items():
-        old = result.get(key)
         if isinstance(value, Mapping):
+            old = result.get(key)
             if isinstance(old, int) and not isinstance(old, bool):
                 old = {"replicate" if key == "data" else "size": old}
-            result[key] = merge(old if isinstance(old, Mapping) else {}, value)
-        else:
-            result[key] = value
-    for key, other in (("precision", "fp16"), ("fp16", "precision")):
-        if key in overrides and other not in overrides:  # two keys for one setting; load() refuses both together
-            result.pop(other, None)
+            value = _merged(old if isinstance(old, Mapping) else {}, value)
+        result[key] = value
     return result

@@ -41,11 +41,15 @@ class PipelineConfig:
     """Names of the modules that begin the second and each later stage. None: balanced by parameters."""
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+        count = "an integer of 1 or more"
+        require(self.size >= 1, "size", self.size, count)
         object.__setattr__(self, "schedule", canonical_name(self.schedule))
         names = f"one of {', '.join(SCHEDULES)}{nearest(self.schedule, SCHEDULES)}"
         require(self.schedule in SCHEDULES, "schedule", self.schedule, names)
-        self._check_stages()
+        row, stages = self.row, self.stages_per_rank
+        fits = stages is None or (stages >= 1 if row.any_stages else stages == row.stages_per_rank)
+        allowed = count if row.any_stages else f"{row.stages_per_rank} for the schedule {self.schedule!r}"
+        require(fits, "stages_per_rank", stages, allowed)
         if self.microbatches is not None:
             self.check_microbatches(self.microbatches)
         if self.split is not None:
@@ -53,14 +57,6 @@ class PipelineConfig:
             needed = self.num_stages - 1
             names = f"{needed} module names, one for each stage after the first of {self.num_stages}{per_rank}"
             require(len(self.split) == needed, "split", list(self.split), names)
-
-    def _check_stages(self) -> None:
-        given = self.stages_per_rank
-        if self.row.any_stages:
-            require(given is None or given >= 1, "stages_per_rank", given, "an integer of 1 or more")
-        else:
-            exact = self.row.stages_per_rank
-            require(given in (None, exact), "stages_per_rank", given, f"{exact} for the schedule {self.schedule!r}")
 
     def check_microbatches(self, given: int) -> None:
         """Raise a ConfigError for a number of microbatches that the schedule does not accept."""
@@ -179,18 +175,15 @@ class ParallelConfig:
         sizes += f" x shard {self.shard}" if self.shard > 1 else ""
         replicate = self.data_axes.replicate
         key = "data" if self.shard == 1 else "data.replicate"
+        start = f"start a multiple of {model} processes, or change the sizes"
+        if replicate == "auto" and world_size % model:
+            raise ConfigError(f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; {start}")
         if replicate == "auto":
-            if world_size % model:
-                raise ConfigError(
-                    f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; "
-                    f"start a multiple of {model} processes, or change the sizes"
-                )
             return world_size // model * self.shard
         if replicate * model != world_size:
-            name = key.replace("data.", "")
             raise ConfigError(
-                f"parallel: {sizes} x {name} {replicate} = {replicate * model}, but the world has {world_size} ranks; "
-                f"start {replicate * model} processes, or set parallel.{key} to 'auto'"
+                f"parallel: {sizes} x {key.removeprefix('data.')} {replicate} = {replicate * model}, but the world has "
+                f"{world_size} ranks; start {replicate * model} processes, or set parallel.{key} to 'auto'"
             )
         return replicate * self.shard
 

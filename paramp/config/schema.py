@@ -107,53 +107,58 @@ class Config:
     """The user's own keys, in capitals."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("parallel", ParallelConfig), ("precision", Precision)):
+        kinds = {"parallel": ParallelConfig, "precision": Precision, "ema": EmaConfig | None}
+        for name, kind in {**kinds, "reproducible": bool | Reproducible}.items():
             object.__setattr__(self, name, convert(getattr(self, name), kind, name))
-        object.__setattr__(self, "ema", convert(self.ema, EmaConfig | None, "ema"))
-        exact = convert(self.reproducible, bool | Reproducible, "reproducible")
-        object.__setattr__(self, "reproducible", Reproducible() if exact is True else exact)
+        if self.reproducible is True:
+            object.__setattr__(self, "reproducible", Reproducible())
         stored = self.precision.storing(**{name: getattr(self, name) for name in STORAGE})
         object.__setattr__(self, "precision", stored)
-        clip, accumulation, timeout = self.clip_grad_norm, self.gradient_accumulation, self.hang_timeout
-        positive = "a finite number above 0, or None for no clipping"
-        require(clip is None or (clip > 0 and math.isfinite(clip)), "clip_grad_norm", clip, positive)
-        every, allowed = self.activation_checkpointing, "'none', 'full', 'selective', or an integer of 1 or more"
+        clip, every, timeout = self.clip_grad_norm, self.activation_checkpointing, self.hang_timeout
+        unlimited = "a finite number above 0, or None for no clipping"
+        require(clip is None or (clip > 0 and math.isfinite(clip)), "clip_grad_norm", clip, unlimited)
+        allowed = "'none', 'full', 'selective', or an integer of 1 or more"
         require(isinstance(every, str) or every >= 1, "activation_checkpointing", every, allowed)
-        pipeline = self.parallel.pipeline
-        splits = pipeline.row.splits_backward and pipeline.size > 1
-        whole = f"'full' or 'none', because the schedule {pipeline.schedule!r} runs each backward in two halves"
-        require(not (splits and every == "selective"), "activation_checkpointing", every, whole)
-        self._check_compile(splits)
+        self._check_halves()
+        self._check_compile_options()
         self._check_shard()
         self._check_reproducible()
+        accumulation = self.gradient_accumulation
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
         for name in ("max_skipped_in_a_row", "check_replicas_every", "hang_end_after"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "an integer of 1 or more, or None")
-        checked = self.check_replicas_every is not None
         unchecked = "False, because check_replicas_every is None and nothing is compared"
-        require(checked or not self.repair_replicas, "repair_replicas", self.repair_replicas, unchecked)
+        compares = self.check_replicas_every is not None or not self.repair_replicas
+        require(compares, "repair_replicas", self.repair_replicas, unchecked)
         seconds = "a number of seconds of 1 or more, or None"
         require(timeout is None or 1 <= timeout < math.inf, "hang_timeout", timeout, seconds)
         require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2**63 - 1")
 
-    def _check_compile(self, splits_backward: bool) -> None:
-        options, names = self.compile, ", ".join(COMPILE_OPTIONS)
-        for name, value in options.items() if isinstance(options, Mapping) else ():
+    def _check_halves(self) -> None:
+        """Check what does not go with a schedule that runs each backward in two halves."""
+        pipeline, every = self.parallel.pipeline, self.activation_checkpointing
+        if pipeline.size > 1 and pipeline.row.splits_backward:
+            why = f"because the schedule {pipeline.schedule!r} runs each backward in two halves"
+            require(every != "selective", "activation_checkpointing", every, f"'full' or 'none', {why}")
+            require(self.compile is False, "compile", self.compile, f"False, {why}")
+
+    def _check_compile_options(self) -> None:
+        names = ", ".join(COMPILE_OPTIONS)
+        for name, value in self.compile.items() if isinstance(self.compile, Mapping) else ():
             require(name in COMPILE_OPTIONS, "compile", name, f"one of {names}{nearest(name, COMPILE_OPTIONS)}")
             allowed, is_allowed = COMPILE_OPTIONS[name]
             require(is_allowed(value), f"compile.{name}", value, allowed)
-        whole = f"False, because the schedule {self.parallel.pipeline.schedule!r} runs each backward in two halves"
-        require(options is False or not splits_backward, "compile", options, whole)
 
     def _check_shard(self) -> None:
         """Check what does not go with parameters that are sharded over data ranks."""
         shard, precision = self.parallel.shard, self.precision
         if shard > 1:
-            kept = f"'full', because parallel.data.shard is {shard}, and the sharded fp32 parameters are the masters"
+            why = f"because parallel.data.shard is {shard}, and"
+            kept = f"'full', {why} the sharded fp32 parameters are the masters"
             require(precision.masters != "remainder", "masters", precision.masters, kept)
-            added = f"None, because parallel.data.shard is {shard}, and FSDP2 adds gradients up in reduce_dtype"
-            require(precision.grad_dtype is None, "grad_dtype", precision.grad_dtype, f"{added}; set that instead")
+            added = f"None, {why} FSDP2 adds gradients up in reduce_dtype; set that instead"
+            require(precision.grad_dtype is None, "grad_dtype", precision.grad_dtype, added)
 
     def _check_reproducible(self) -> None:
         """Check what would let bits depend on the layout."""
@@ -172,9 +177,8 @@ class Config:
     @property
     def compile_options(self) -> dict[str, Any] | None:
         """The options to pass to ``torch.compile``; None if nothing is compiled."""
-        if self.compile is False:
-            return None
-        return dict(self.compile) if isinstance(self.compile, Mapping) else {}
+        options = self.compile if isinstance(self.compile, Mapping) else {}
+        return None if self.compile is False else dict(options)
 
     def __getattr__(self, name: str) -> Any:
         if name.isupper() and name in self.user:

@@ -55,11 +55,12 @@ class Numerics:
     def prepare(self, context: ParallelContext, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Check the whole model, and what trains it."""
 
-    def plan(
-        self, adapter: Any, plan: Mapping[str, Any] | None, default: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def plan(self, adapter: Any, plan: Mapping[str, Any] | None, context: ParallelContext) -> dict[str, Any]:
         """The style of each module of the model of ``adapter``, from the user's ``plan``, or the model's own."""
-        return default()
+        styles: dict[str, Any] = adapter.styles(
+            plan, context.tensor_axis.size, context.config.parallel.sequence_parallel
+        )
+        return styles
 
     def watch(self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, Any]) -> None:
         """The model is partitioned. Called before activation checkpointing changes forwards.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +14,13 @@ from ..base.trees import map_tensors
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
 from ..parallel.batches import Batch
-from ..pipeline.pipeline import Pipeline
 from ..pipeline.stage import Stages
 from .compute_context import CheckedCriterion
 from .losses import LossTotals, WindowLosses
 from .window import AccumulationWindow
+
+if TYPE_CHECKING:
+    from ..pipeline.pipeline import Pipeline
 
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
@@ -47,9 +49,11 @@ class BatchRunner:
         context, failure, numerics = losses.context, losses.failure, weights.numerics
         config = context.config.parallel.pipeline
         self.num_microbatches = config.num_microbatches
-        self.pipeline = None
+        self.pipeline: Pipeline | None = None
         if config.size > 1:
-            self.pipeline = Pipeline(stages, context, config, observers, failure.raise_if_alone, numerics)
+            from ..pipeline.pipeline import Pipeline  # imports torch's schedules, which takes seconds
+
+            self.pipeline = Pipeline(stages, context, observers, failure.raise_if_alone, numerics)
         self.criterion = criterion
         self._compute = criterion.compute
         self._numerics = numerics
@@ -148,9 +152,8 @@ class BatchRunner:
         reductions over data ranks start during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
-        leaves = self._gradients.local_leaves() if backward else nullcontext()
         running = self._stages.running(backward=backward)
-        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), leaves, running:
+        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), running:
             if not microbatches:
                 before_last_backward()
                 return

@@ -137,11 +137,12 @@ def _agree(
 def _batch(batch: Any) -> Batch:
     if isinstance(batch, Mapping):
         return Batch.of(batch)
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    is_sequence = isinstance(batch, (tuple, list))
+    if is_sequence and len(batch) == 2:
         return Batch.of(*batch)
     raise ConfigError(
-        f"loader: yielded {type(batch).__name__}{f' of {len(batch)}' if isinstance(batch, (tuple, list)) else ''}, "
-        "expected a pair (inputs, target), or a mapping of the model's keyword inputs"
+        f"loader: yielded {type(batch).__name__}{f' of {len(batch)}' if is_sequence else ''}, expected a pair (inputs, "
+        "target), or a mapping of the model's keyword inputs"
     )
 
 
@@ -150,10 +151,8 @@ def _parts(batch: Batch, num_microbatches: int) -> Iterator[tuple[Batch, int, in
     size = batch.size
     each, rest = divmod(size, num_microbatches)
     whole = size - rest
-    if not rest:
-        yield batch, each, num_microbatches
-        return
-    if whole:
-        yield batch.rows(slice(0, whole)), each, num_microbatches
-    copies = itertools.islice(itertools.cycle(range(whole, size)), num_microbatches)
-    yield batch.rows([*copies]), 1, rest
+    if whole or not rest:
+        yield (batch.rows(slice(0, whole)) if rest else batch), each, num_microbatches
+    if rest:
+        copies = itertools.islice(itertools.cycle(range(whole, size)), num_microbatches)
+        yield batch.rows([*copies]), 1, rest

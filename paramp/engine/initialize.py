@@ -28,7 +28,6 @@ from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
-from ..parallel.compiled_blocks import CompiledBlocks
 from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
@@ -91,11 +90,10 @@ def initialize(
     numerics.prepare(context, model, optimizers)
     prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
-    model_plan = plan_model(model, plan, optimizers, numerics, context)
-    compiled = CompiledBlocks(model, compile_options, context)
+    model_plan = plan_model(model, plan, optimizers, compile_options, numerics, context)
     local_model = make_local(model_plan, numerics, context)
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
-    compiled.apply(stage.module for stage in local_model.stages)
+    model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     tracked = {"lr_scheduler": wrapped, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}

@@ -13,8 +13,8 @@ from ..base.trees import map_tensors, tensors
 from ..distributed.phases import BATCH
 from ..observe.overflow_record import RecordedBatch
 from ..observe.overflow_trace import Tracer
-from ..parallel.batches import Batch, join
-from ..pipeline.stage_output import broadcast_tree
+from ..parallel.batch_outputs import broadcast_tree, join
+from ..parallel.batches import Batch
 from .batch_runner import BatchRunner, Seen, no_loss
 from .compute_context import Loss
 from .evaluation import evaluation_mode, is_loader, run_loader

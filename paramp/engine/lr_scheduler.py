@@ -69,7 +69,8 @@ class Scheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict()`` of this or of the wrapped scheduler, at the engine's current step."""
-        state = {name: value for name, value in state_dict.items() if name != HAS_STEPPED}
+        state = dict(state_dict)
+        has_stepped = bool(state.pop(HAS_STEPPED, False))
         states = state.get(SCHEDULERS, [state])
         if len(states) != len(self._schedulers):
             raise ConfigError(
@@ -77,13 +78,12 @@ class Scheduler:
                 "initialize with the schedulers that were saved, or load with weights_only=True"
             )
         self._due = None
-        has_stepped = bool(state_dict.get(HAS_STEPPED))
         self._seen = self._engine.num_steps - has_stepped
         if has_stepped:  # perhaps in another process: torch's schedulers warn if no step came before
             for scheduler in self._schedulers:
                 scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-        for scheduler, own in zip(self._schedulers, states, strict=True):
-            scheduler.load_state_dict(own)
+        for scheduler, saved in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(saved)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # an incomplete copy has no attributes yet
@@ -106,7 +106,7 @@ def build_schedulers(
         schedulers = [lr_scheduler]
     elif callable(lr_scheduler):
         schedulers = [lr_scheduler(optimizer) for optimizer in optimizers]
-    elif isinstance(lr_scheduler, Sequence) and all(isinstance(one, LRScheduler) for one in lr_scheduler):
+    elif isinstance(lr_scheduler, Sequence) and all(isinstance(each, LRScheduler) for each in lr_scheduler):
         schedulers = list(lr_scheduler)
     else:
         raise ConfigError(

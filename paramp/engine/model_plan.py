@@ -11,10 +11,11 @@ from torch import nn
 
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
-from ..optim.user_optimizer import check_optimizers, names_by_parameter
+from ..optim.user_optimizer import check_optimizers
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
-from ..parallel.adapters import ModelAdapter, adapter_for
+from ..parallel.adapters import UserPlan, adapter_for
 from ..parallel.batches import Batch
+from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.materialize import InitialValues
 from ..parallel.model_checks import check_model, check_stages
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
@@ -22,8 +23,6 @@ from ..precision.float8_layers import Choice, choose_layers
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
-
-UserPlan = Mapping[str, "str | ParallelStyle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,7 @@ class ModelPlan:
     blocks: Sequence[str]
     """The names of the repeated blocks."""
     checkpointed: CheckpointedBlocks
+    compiled: CompiledBlocks
     float8: Choice | None
     """The layers that compute in float8; None: the mode has none."""
     initial_values: InitialValues
@@ -53,6 +53,7 @@ def plan_model(
     model: nn.Module,
     plan: UserPlan | None,
     optimizers: Sequence[torch.optim.Optimizer],
+    compile_options: Mapping[str, Any] | None,
     numerics: Numerics,
     context: ParallelContext,
 ) -> ModelPlan:
@@ -61,49 +62,33 @@ def plan_model(
     Raises:
         ConfigError: ranks built different models; the model, the plan or an optimizer does not fit the layout.
     """
-    names_of = names_by_parameter(model)
-    check_model(model, names_of, context)
+    config = context.config
+    names_of = check_model(model, context)
     check_optimizers(optimizers, names_of)
     adapter = adapter_for(model)
-    styles = numerics.plan(adapter, plan, lambda: _styles(adapter, plan, context))
-    float8 = _float8_layers(model, styles, context)
+    styles = numerics.plan(adapter, plan, context)
+    float8 = None
+    if config.precision.float8 is not None:
+        dims: dict[str, int] = {}
+        if styles:
+            from ..parallel.tensor.sharding_plan import sharded_dims
+
+            dims = sharded_dims(styles)
+        float8 = choose_layers(model, config.precision.float8, dims, context.tensor_axis.size)
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
-    stages = adapter.stages(context.config.parallel.pipeline, styles)
+    stages = adapter.stages(config.parallel.pipeline, styles)
     check_stages(stages, context)
+    ties = shared_parameters(names_of, stages, context)
+    blocks = repeated_blocks(model)
     return ModelPlan(
         names_of=names_of,
         styles=styles,
         stages=stages,
-        ties=shared_parameters(names_of, stages, context),
-        blocks=repeated_blocks(model),
-        checkpointed=CheckpointedBlocks(model, context.config.activation_checkpointing),
+        ties=ties,
+        blocks=blocks,
+        checkpointed=CheckpointedBlocks(model, blocks, config.activation_checkpointing),
+        compiled=CompiledBlocks(model, blocks, compile_options, context),
         float8=float8,
         initial_values=initial_values,
         own_loss=own_loss,
     )
-
-
-def _styles(adapter: ModelAdapter, plan: UserPlan | None, context: ParallelContext) -> dict[str, ParallelStyle]:
-    """The tensor-parallel style of each module, from the user's ``plan``, else from the model's own."""
-    size = context.tensor_axis.size
-    if plan is None:
-        plan = adapter.plan(size, context.config.parallel.sequence_parallel) if size > 1 else {}
-    styles = adapter.styles(plan)
-    if styles:
-        from ..parallel.tensor.sharding_plan import check_divisible
-
-        check_divisible(adapter.model, styles, size)
-    return styles
-
-
-def _float8_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> Choice | None:
-    """The layers that compute in float8; None if the mode has none."""
-    float8 = context.config.precision.float8
-    if float8 is None:
-        return None
-    dims: dict[str, int] = {}
-    if styles:
-        from ..parallel.tensor.sharding_plan import sharded_dims
-
-        dims = sharded_dims(styles)
-    return choose_layers(model, float8, dims, context.tensor_axis.size)

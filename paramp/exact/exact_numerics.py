@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,20 +29,22 @@ from ..optim.gradient_reduction import UnitReduction
 from ..parallel.adapters import ModelAdapter
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
-from .buffers import check_buffers
-from .checks import check_modules, check_ties
-from .chunk_gradients import ChunkGradients, Tap
-from .chunks import ChunkRun
-from .cublas import choose_workspace
+from .exact_layout import ExactLayout, Position
+from .forwards import Forwards
 from .functions import ExactFunctions
-from .place import Place
-from .sharded_chunks import ShardedChunkGradients
+from .layout_checks import check_buffers, check_modules, check_ties
+from .masks import Masks
+from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients, Tap
+from .microchunk_run import MicrochunkRun
 from .squares import squares_over_world
-from .totals import ChunkTotals
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+VALUES = ":4096:8", ":16:8"
+"""Those with which cuBLAS adds in one order; the first is the faster one. It reads the variable once in a process, at
+its first call. Set later it has no effect."""
 WHOLE_BATCH = (
     "engine(x) and engine.backward(loss) cannot train with reproducible, which runs each batch in chunks; call "
     "engine.forward_backward(x, y), or engine.eval() first to look at outputs"
@@ -58,16 +61,16 @@ class ExactNumerics(Numerics):
     computes_cross_entropy = True
     depends_on_accumulation = True
 
-    functions: ExactFunctions
-    place: Place
-    run: ChunkRun
+    _forwards: Forwards
+    _functions: ExactFunctions
+    _run: MicrochunkRun
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.reproducible, Reproducible)
         self._config, self._how = config, config.reproducible
 
     def batch_divisor(self, config: Config) -> tuple[str, int]:
-        """The samples of a chunk."""
+        """The samples of a microchunk."""
         return "reproducible.chunk", self._how.chunk
 
     def prepare_process(self) -> None:
@@ -79,7 +82,7 @@ class ExactNumerics(Numerics):
 
         Raises:
             ConfigError: the number of data ranks is no power of two, the results of a module or an optimizer depend on
-                the layout, or cuBLAS may have read another workspace (:mod:`paramp.exact.cublas`).
+                the layout, or cuBLAS may have read another workspace (:func:`choose_workspace`).
         """
         check_data_ranks(context.batch_axis.size)
         check_modules(model)
@@ -96,25 +99,29 @@ class ExactNumerics(Numerics):
         tensor, config = context.tensor_axis, self._config
         group = tensor.group if tensor.size > 1 else None
         sequence_parallel = config.parallel.sequence_parallel
-        self.place = Place(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
+        layout = ExactLayout(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
+        self._forwards = Forwards(layout, self._position)
+
+    def _position(self) -> Position:
+        return self._run.position
 
     def plan(
-        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, default: Callable[[], dict[str, Any]]
+        self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, context: ParallelContext
     ) -> dict[str, ParallelStyle]:
         """The style of each module in slices, on one tensor rank too."""
-        from .plan import sliced_plan
+        from .sliced_plan import sliced_plan
 
-        place = self.place
-        own = adapter.styles(plan if plan is not None else _plan_of(adapter, place, place.sequence_parallel))
-        with_sequence = own if plan is not None else adapter.styles(_plan_of(adapter, place, True))
-        return sliced_plan(adapter.model, own, with_sequence, place)
+        layout = self._forwards.layout
+        own = adapter.resolved(plan if plan is not None else _plan_of(adapter, layout, layout.sequence_parallel))
+        with_sequence = own if plan is not None else adapter.resolved(_plan_of(adapter, layout, True))
+        return sliced_plan(adapter.model, own, with_sequence, self._forwards)
 
     def watch(
         self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, ParallelStyle]
     ) -> None:
         """Watch what the stages call of torch."""
         from ..parallel.tensor.styles import ScatterSequence
-        from .loss import cross_entropy  # imports DTensor
+        from .exact_loss import cross_entropy  # imports DTensor
 
         names: dict[nn.Module, str] = {}
         stages_of: defaultdict[str, set[int]] = defaultdict(set)
@@ -123,25 +130,25 @@ class ExactNumerics(Numerics):
                 if not isinstance(module, PassThrough):
                     stages_of[names.setdefault(module, name)].add(index)
                     stages_of[name].add(index)
-        self.functions = ExactFunctions(
-            self.place,
-            names,
-            {F.cross_entropy: partial(cross_entropy, self.place)},
+        masks = Masks(
+            self._forwards,
             divided={name for name, found in stages_of.items() if len(found) > 1},
             unsliced=[name for name, style in styles.items() if isinstance(style, ScatterSequence)],
         )
+        replaced = {F.cross_entropy: partial(cross_entropy, self._forwards.layout)}
+        self._functions = ExactFunctions(self._forwards, masks, replaced)
         for stage in local:
-            self.functions.watch(stage)
+            self._forwards.watch(stage, names)
 
     def apply_styles(self, module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
         """Cut layers on one tensor rank too."""
-        from .plan import apply_sliced_plan
+        from .sliced_plan import apply_sliced_plan
 
         apply_sliced_plan(module, styles)
 
     def gradient_reduction(self, default: type[GradientReduction]) -> type[GradientReduction]:
-        """Gradients are added up in a tree over chunks."""
-        return ShardedChunkGradients if default is UnitReduction else ChunkGradients
+        """Gradients are added up in a tree over microchunks."""
+        return ShardedMicrochunkGradients if default is UnitReduction else MicrochunkGradients
 
     def connect(
         self,
@@ -154,46 +161,45 @@ class ExactNumerics(Numerics):
     ) -> None:
         """Watch buffers, tied parameters and losses."""
         gradients, context = params.weights.gradients.reduction, params.context
-        assert isinstance(gradients, ChunkGradients)
+        assert isinstance(gradients, MicrochunkGradients)
         own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
         _attach(stages.module, gradients.assign_stages(own, params.first_names))
-        losses.totals = ChunkTotals(self.place, context)
         check_buffers(own)
-        self.run = ChunkRun(self.functions, gradients, losses, batches, failure, step_counts, context)
+        self._run = MicrochunkRun(self._forwards.layout, gradients, losses, batches, step_counts)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Functions of torch have the same bits on every layout."""
-        self.functions.begin_chunk()
-        return self.functions
+        self._forwards.begin()
+        return self._functions
 
     def check_own_forward(self) -> None:
         """Raise a RuntimeError."""
         raise RuntimeError(WHOLE_BATCH)
 
     def num_microbatches(self, num_samples: int, default: int) -> int:
-        """The chunks of a batch."""
-        return self.run.count(num_samples)
+        """The microchunks of a batch."""
+        return self._run.count(num_samples)
 
     def begin_batch(self, microbatches: list[Batch]) -> list[Batch]:
         """``microbatches``; none if data ranks have different numbers of them, which is recorded as a failure."""
-        return self.run.begin(microbatches)
+        return self._run.begin(microbatches)
 
     def begin_rerun(self, call: int) -> None:
         """Draw the masks of that call."""
-        self.place.call = call
+        self._run.begin_again(call)
 
     def begin_forward(self, microbatch: int) -> None:
-        """A chunk begins."""
-        self.run.move_to(microbatch)
-        self.functions.begin_chunk()
+        """A microchunk begins."""
+        self._run.move_to(microbatch)
+        self._forwards.begin()
 
     def begin_backward(self, microbatch: int) -> None:
-        """The chunk's forwards may be computed again."""
-        self.run.move_to(microbatch)
+        """The microchunk's forwards may be computed again."""
+        self._run.move_to(microbatch)
 
     def end_backward(self, stage: int, microbatch: int) -> None:
         """Add the gradients to the tree."""
-        self.run.add_gradients(stage, microbatch)
+        self._run.add_gradients(stage, microbatch)
 
     @staticmethod
     def norm_power(
@@ -207,18 +213,42 @@ class ExactNumerics(Numerics):
         return squares_over_world(gradients, norm_weights, device)
 
 
+def choose_workspace() -> None:
+    """Set the variable of cuBLAS, for a process that will compute on a GPU; call it before CUDA is initialised.
+
+    Raises:
+        ConfigError: the variable has another value, or is not set where CUDA is initialised already, so that cuBLAS may
+            have read it.
+    """
+    value = os.environ.get(VARIABLE)
+    if value in VALUES:
+        return
+    if value is not None:
+        raise ConfigError(
+            f"{VARIABLE}: got {value!r}, expected {' or '.join(map(repr, VALUES))}, because reproducible is set, and "
+            "with other workspaces cuBLAS adds in an order that changes from run to run"
+        )
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            f"{VARIABLE}: it is not set, but CUDA is in use already, and reproducible needs it before cuBLAS is first "
+            f"called; set {VARIABLE}={VALUES[0]} in the environment of the process, or call paramp.launch_from_torch "
+            "before anything runs on a GPU"
+        )
+    os.environ[VARIABLE] = VALUES[0]
+
+
 def _use_deterministic_algorithms(context: ParallelContext) -> None:
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     context.before_close.append(partial(torch.use_deterministic_algorithms, was, warn_only=warned))
 
 
-def _plan_of(adapter: ModelAdapter, place: Place, sequence_parallel: bool) -> Mapping[str, str | ParallelStyle]:
+def _plan_of(adapter: ModelAdapter, layout: ExactLayout, sequence_parallel: bool) -> Mapping[str, str | ParallelStyle]:
     """The model's own plan; none if it has none and the layout needs none."""
     try:
-        return adapter.plan(place.tensor_size, sequence_parallel)
+        return adapter.plan(layout.tensor_size, sequence_parallel)
     except ConfigError:
-        if place.tensor_size > 1 and sequence_parallel == place.sequence_parallel:
+        if layout.tensor_size > 1 and sequence_parallel == layout.sequence_parallel:
             raise
         return {}
 
@@ -230,6 +260,6 @@ def _attach(module: nn.Module, taps: Mapping[str, Tap]) -> None:
         owner, _, own = name.rpartition(".")
         by_module[owner][own] = tap
     for owner, own_taps in by_module.items():
-        from .styles import use_through
+        from .sliced_styles import use_through
 
         use_through(module.get_submodule(owner), own_taps)

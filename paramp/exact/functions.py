@@ -1,6 +1,6 @@
 """What the code of a model calls of torch, run so that its bits do not depend on the layout.
 
-A mode of torch's functions, active around the forward of a chunk, and around the backward, in which activation
+A mode of torch's functions, active around the forward of a microchunk, and around the backward, in which activation
 checkpointing computes forwards again. Attention runs in one call for each key/value head, products of batches in one
 for each matrix, elementwise functions on padded memory, dropout with masks of the global batch. On activations whose
 features are sharded over tensor ranks it refuses functions whose result would differ there.
@@ -8,8 +8,7 @@ features are sharded over tensor ranks it refuses functions whose result would d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -24,55 +23,40 @@ from . import attention as products
 from . import function_names as names
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
 from .features import check_broadcast, divided_features
+from .forwards import Forwards
 from .masks import Masks
-from .place import Place
 
-expect("torch._C.DisableTorchFunction", "torch._ops")
+expect("torch._ops")
 Call = Callable[..., Any]
 
 
-def unwatched() -> AbstractContextManager[None]:
-    """A context in which torch's functions run as they are: for code whose own calls depend on no layout."""
-    return torch._C.DisableTorchFunction()
-
-
 class ExactFunctions(TorchFunctionMode):
-    """The mode for a model at ``place``.
+    """The mode for a model whose ``forwards`` run.
 
     Args:
-        name_of: the modules' names in the whole model.
+        masks: of its dropout.
         replaced: functions of torch, and what is called instead of them, with the same arguments.
-        divided: the names of modules that several pipeline stages have, or parts of.
-        unsliced: the names of modules in which no tensor rank has a slice of the sequence yet.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        name_of: Mapping[nn.Module, str],
-        replaced: Mapping[Call, Call] | None = None,
-        *,
-        divided: Collection[str] = (),
-        unsliced: Collection[str] = (),
-    ) -> None:
+    def __init__(self, forwards: Forwards, masks: Masks, replaced: Mapping[Call, Call] | None = None) -> None:
         super().__init__()
-        self.place = place
-        self._masks = Masks(place, name_of, divided, unsliced)
+        self._forwards, self._masks = forwards, masks
+        self._tensor_size = forwards.layout.tensor_size
         self._replaced = dict(replaced or {})
         self._rules = self._made_rules()
 
-    def watch(self, module: nn.Module) -> None:
-        """Name ``module`` and its submodules in messages and masks; before activation checkpointing is applied."""
-        self._masks.watch(module)
+    @property
+    def _module(self) -> str:
+        return self._forwards.module
 
-    def begin_chunk(self) -> None:
-        """The forward of another chunk begins."""
-        self._masks.begin_chunk()
+    @property
+    def _is_sharded(self) -> bool:
+        return self._forwards.is_sharded
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         name, kwargs = func.__name__, kwargs or {}
-        if self._is_sharded() and name != "__get__":
+        if self._is_sharded and name != "__get__":
             self._check_parameters(name, [*args, *kwargs.values()])
             self._check_features(name, args, kwargs)
         if name in names.SHAPES:
@@ -94,7 +78,7 @@ class ExactFunctions(TorchFunctionMode):
         sharded = (one for one in args if is_dtensor(one) and any(kind.is_shard() for kind in one.placements))
         if not is_exact and next(sharded, None) is not None:
             raise ConfigError(
-                f"reproducible: {name} in {self._masks.module} got logits whose vocabulary is sharded over tensor "
+                f"reproducible: {name} in {self._module} got logits whose vocabulary is sharded over tensor "
                 "ranks, expected cross_entropy or elementwise arithmetic; give the logits' module the style "
                 "'colwise_gather' in the plan"
             )
@@ -117,18 +101,19 @@ class ExactFunctions(TorchFunctionMode):
     def _elementwise(self, func: Call, args: Any, kwargs: Any) -> Any:
         if "out" in kwargs:
             raise ConfigError(
-                f"reproducible: {func.__name__} in {self._masks.module} got out=, expected none; use what it returns"
+                f"reproducible: {func.__name__} in {self._module} got out=, expected none; use what it returns"
             )
         return elementwise(func, args, kwargs)
 
     def _arithmetic(self, func: Call, args: Any, kwargs: Any) -> Any:
         if kwargs.get("alpha", 1) not in (1, -1) or kwargs.get("rounding_mode") is not None:
             return self._elementwise(func, args, kwargs)  # in vectors a fused multiply-add
-        if not self.place.sharded_features or "out" in kwargs:
+        if not self._forwards.fused or "out" in kwargs:
             return func(*args, **kwargs)
-        if self._is_sharded():
+        if self._is_sharded:
             check_broadcast(
-                f"{func.__name__} in {self._masks.module}", [value for value in args if isinstance(value, torch.Tensor)]
+                f"{func.__name__} in {self._module}",
+                [value for value in args if isinstance(value, torch.Tensor)],
             )
         return with_expanded_operands(func, args, kwargs)
 
@@ -140,9 +125,9 @@ class ExactFunctions(TorchFunctionMode):
 
     def _attention(self, func: Call, args: Any, kwargs: Any) -> Any:
         mask = kwargs["attn_mask"] if "attn_mask" in kwargs else args[3] if len(args) > 3 else None
-        if mask is not None and mask.requires_grad and self._is_sharded() and (mask.ndim < 3 or mask.shape[-3] == 1):
+        if mask is not None and mask.requires_grad and self._is_sharded and (mask.ndim < 3 or mask.shape[-3] == 1):
             raise ConfigError(
-                f"reproducible: scaled_dot_product_attention in {self._masks.module} got an attn_mask of the shape "
+                f"reproducible: scaled_dot_product_attention in {self._module} got an attn_mask of the shape "
                 f"{(*mask.shape,)} that requires gradients, expected one for each head where heads are sharded"
             )
         return products.attention(self._masks.attention_noise, *args, **kwargs)
@@ -169,7 +154,7 @@ class ExactFunctions(TorchFunctionMode):
         if index is not None and not kwargs.get("training", kwargs.get("train", args[index : index + 1] == (True,))):
             return self._elementwise(func, args, kwargs) if "rrelu" in func.__name__ else func(*args, **kwargs)
         raise ConfigError(
-            f"reproducible: {func.__name__} in {self._masks.module} draws random numbers that depend on the layout, "
+            f"reproducible: {func.__name__} in {self._module} draws random numbers that depend on the layout, "
             "expected none in a forward but dropout; use F.dropout or nn.Dropout, or draw before training"
         )
 
@@ -179,17 +164,17 @@ class ExactFunctions(TorchFunctionMode):
 
     def _refused(self, func: Call, args: Any, kwargs: Any) -> Any:
         raise ConfigError(
-            f"reproducible: {func.__name__} in {self._masks.module} has bits that depend on the layout; use "
+            f"reproducible: {func.__name__} in {self._module} has bits that depend on the layout; use "
             f"{names.REFUSED[func.__name__]}"
         )
 
     def _others(self, func: Call, args: Any, kwargs: Any) -> Any:
         """Functions that only run where each tensor rank has whole features."""
         of_two = func.__name__ in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor)
-        if self._is_sharded() and func.__name__ not in names.EXACT and not of_two:
+        if self._is_sharded and func.__name__ not in names.EXACT and not of_two:
             raise ConfigError(
-                f"reproducible: {func.__name__} in {self._masks.module} got activations that are sharded over "
-                f"{self.place.tensor_size} tensor ranks, between a colwise and a rowwise layer, expected "
+                f"reproducible: {func.__name__} in {self._module} got activations that are sharded over "
+                f"{self._tensor_size} tensor ranks, between a colwise and a rowwise layer, expected "
                 "elementwise functions, attention, softmax over the last dim, products of batches and dropout; "
                 "call it behind the rowwise layer, or leave these layers out of the plan"
             )
@@ -198,10 +183,10 @@ class ExactFunctions(TorchFunctionMode):
     def _check_features(self, name: str, args: Any, kwargs: Any) -> None:
         """Raise a ConfigError for what divides or reorders features, of which each tensor rank has some."""
         divided = divided_features(name, args, kwargs)
-        if divided is not None and divided != self.place.parts:
+        if divided is not None and divided != self._forwards.fused:
             raise ConfigError(
-                f"reproducible: {name} in {self._masks.module} divides or reorders features between a colwise and a "
-                f"rowwise layer, of which each of {self.place.tensor_size} tensor ranks has some only; give the "
+                f"reproducible: {name} in {self._module} divides or reorders features between a colwise and a "
+                f"rowwise layer, of which each of {self._tensor_size} tensor ranks has some only; give the "
                 "colwise layer the style 'packed_colwise_2' or 'packed_colwise_3' if its outputs are fused ones"
             )
 
@@ -215,13 +200,10 @@ class ExactFunctions(TorchFunctionMode):
             return
         if any(isinstance(value, nn.Parameter) and value.requires_grad for value in args):
             raise ConfigError(
-                f"reproducible: {name} in {self._masks.module} got a parameter between a colwise and a rowwise layer, "
-                f"where each of {self.place.tensor_size} tensor ranks has its own features, so that its gradient would "
+                f"reproducible: {name} in {self._module} got a parameter between a colwise and a rowwise layer, "
+                f"where each of {self._tensor_size} tensor ranks has its own features, so that its gradient would "
                 "be a part; apply it behind the rowwise layer, or leave these layers out of the plan"
             )
-
-    def _is_sharded(self) -> bool:
-        return self.place.sharded_features and self.place.tensor_size > 1
 
 
 def _bound(args: Any, kwargs: Mapping[str, Any], **defaults: Any) -> tuple[Any, ...]:

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ..base import sizes
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.pages_cpu import zeros_apart
+from ..base.scratch_cpu import zeros_apart
 from ..base.torch_internals import take
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
@@ -21,6 +22,20 @@ from .masters import MASTERS, StochasticWeights
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
+
+
+class Units(Protocol):
+    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
+
+    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
+
+    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
+
+    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
 
 @dataclass(eq=False)

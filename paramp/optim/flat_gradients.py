@@ -10,21 +10,18 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, compress
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from ..base.dtensor import is_dtensor, local, version
-from ..base.local_leaves import Leaves, make_leaf, using
 from ..base.module_surgery import NamedParameters, check_frozen, num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
-from .flat_buffer import Buffer, FlatParam, step_ranges
+from .flat_buffer import Buffer, FlatParam, Units, step_ranges
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,20 +33,6 @@ GRADIENT = operator.attrgetter("grad")
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")
 ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
-
-
-class Units(Protocol):
-    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
-
-    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
-
-    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
-
-    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
 
 class GradientReduction:
@@ -147,7 +130,6 @@ class FlatGradients:
         self._frozen = frozen
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
-        self._leaves: Leaves = {}
         self._are_sharded = [*map(is_dtensor, self.parameters)]
         self._addresses: list[int] | None = None
         """Where parameters and gradients have to be: in their buffers."""
@@ -220,11 +202,6 @@ class FlatGradients:
                 buffer.make_gradients()
             self._views = [param.gradient for param in self.params]
             self._local_views = [param.local_gradient for param in self.params]
-            self._leaves = {
-                id(parameter): (make_leaf(parameter, gradient), gradient)
-                for parameter, gradient in zip(self.parameters, self._views, strict=True)
-                if is_dtensor(parameter) and is_dtensor(gradient) and not sharded
-            }
             places = [self._buffer_of[param] for param in self.params]
             weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
             self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
@@ -244,15 +221,6 @@ class FlatGradients:
         if self._addresses is None:
             return [0] * len(self.params)
         return list(map(operator.add, map(VERSION, self._views), map(VERSION, self._local_views)))
-
-    def local_leaves(self) -> AbstractContextManager[None]:
-        """A context for a forward and its backward, whose layers compute on leaves (:mod:`paramp.base.local_leaves`).
-
-        The parameters' own nodes are not in its graph.
-        """
-        # Without leaves too, activations such as sharded logits keep their local tensors in it.
-        used = bool(self._leaves) or self.context.tensor_axis.size > 1
-        return using(self._leaves) if used else nullcontext()
 
     @torch.no_grad()
     def take_back(self, params: Iterable[FlatParam]) -> None:

@@ -24,8 +24,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters
-from ..base.pages_cpu import zeros_apart
-from ..base.scratch import Scratch
+from ..base.scratch_cpu import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.master_residuals import join, split
 from ..precision.policy import Precision

@@ -33,14 +33,6 @@ class SteppedWeights(Protocol):
     def stepped(self) -> Sequence[torch.Tensor]: ...
 
 
-def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every name of each parameter, in the model's order; a shared parameter has several names."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return names
-
-
 def groups_by_name(
     optimizers: Sequence[torch.optim.Optimizer], names_of: Mapping[nn.Parameter, list[str]]
 ) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -44,24 +44,21 @@ def _is_inside(name: str, names: set[str]) -> bool:
 
 
 class CheckpointedBlocks:
-    """The blocks of the whole ``model`` that are checkpointed, for the value ``how`` of the configuration.
+    """Those of the repeated ``blocks`` of ``model`` that are checkpointed, for the value ``how`` of the configuration.
 
     Raises:
         ConfigError: there are none.
     """
 
-    def __init__(self, model: nn.Module, how: str | int) -> None:
-        names = [] if how == "none" else repeated_blocks(model)
-        if how != "none" and not names:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], how: str | int) -> None:
+        if how != "none" and not blocks:
             raise ConfigError(
                 f"activation_checkpointing: got {how!r}, but {type(model).__name__} has no repeated blocks, expected "
                 "modules of one class, with children, in a ModuleList or Sequential; use torch.utils.checkpoint in its "
                 "forward, and 'none' here"
             )
-        self.names = names[:: how if isinstance(how, int) else 1]
-        self._options: dict[str, Any] = {}
-        if how == "selective":
-            self._options["context_fn"] = _selective_contexts
+        self.names = [] if how == "none" else blocks[:: how if isinstance(how, int) else 1]
+        self._options: dict[str, Any] = {"context_fn": _selective_contexts} if how == "selective" else {}
 
     def apply(self, parts: Iterable[nn.Module]) -> None:
         """Checkpoint those that are in ``parts``, this rank's stages, in training."""
@@ -76,10 +73,10 @@ def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
     replaced: Callable[..., Any] | None = block.__dict__.get("forward")
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = partial(type(block).forward, block) if replaced is None else replaced
+        run = partial(type(block).forward, block) if replaced is None else replaced
         if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        return torchs.checkpoint(own, *args, use_reentrant=False, **options, **kwargs)
+            return run(*args, **kwargs)
+        return torchs.checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     replace_forward(block, forward)
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
 from ..config.layout import PipelineConfig
-from .batches import Batch, loss_in
+from .batch_outputs import loss_in
+from .batches import Batch
 from .materialize import InitialValues, check_materializable, is_on_meta
 from .partition import Partition, SequentialPartition, is_sequential, partition_model
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from .tensor.sharding_plan import Plan
+
+UserPlan: TypeAlias = Mapping[str, "str | ParallelStyle"]
+"""Styles by globs over module names."""
 
 
 class ModelAdapter:
@@ -39,7 +43,22 @@ class ModelAdapter:
         """Whether ``model`` is of this family."""
         return True
 
-    def styles(self, plan: Mapping[str, str | ParallelStyle]) -> dict[str, ParallelStyle]:
+    def styles(self, plan: UserPlan | None, tensor_size: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """The style of each module over ``tensor_size`` ranks, from the user's ``plan``, else from the model's own.
+
+        Raises:
+            ConfigError: the plan does not fit the model, or the model has none and there are several ranks.
+        """
+        if plan is None:
+            plan = self.plan(tensor_size, sequence_parallel) if tensor_size > 1 else {}
+        styles = self.resolved(plan)
+        if styles:
+            from .tensor.sharding_plan import check_divisible
+
+            check_divisible(self.model, styles, tensor_size)
+        return styles
+
+    def resolved(self, plan: UserPlan) -> dict[str, ParallelStyle]:
         """The style of each module that ``plan`` matches; ConfigError for one that it does not fit."""
         if not plan:
             return {}

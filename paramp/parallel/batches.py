@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.trees import children, leaves, map_leaves, step_to
+from ..base.trees import leaves, map_leaves
 
 CONSTANTS = (
     *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
@@ -189,41 +189,3 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype
     return (type(leaf), repr(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)  # True is not 1
-
-
-def join(parts: list[Any]) -> Any:
-    """The outputs (or targets) of the microbatches as those of the batch.
-
-    Tensors are concatenated along dim 0; of those without dims, such as losses, floating-point ones are averaged. A
-    loss of an output that is ``(sum, count)`` is summed. Other values are the first part's.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    values = [dict(leaves(part)) for part in parts]
-    summed = _sum_and_count(parts[0])
-
-    def joined(path: str, first: Any) -> Any:
-        if path in summed:
-            return sum(value[path] for value in values)
-        if not isinstance(first, torch.Tensor):
-            return first
-        several = [value[path] for value in values]
-        if first.ndim:
-            return torch.cat(several)
-        return torch.stack(several).mean() if first.is_floating_point() else first
-
-    return map_leaves(joined, parts[0])
-
-
-def loss_in(output: Any) -> Any:
-    """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-
-
-def _sum_and_count(output: Any) -> set[str]:
-    """The paths of the sum and the count that are the loss in ``output``; none if it has no such loss."""
-    loss = loss_in(output)
-    if not isinstance(loss, (tuple, list)) or len(loss) != 2:
-        return set()
-    keys = [key for key, child in (children(output) or {}).items() if child is loss]
-    return {path for key in keys for path, _ in leaves(loss, step_to(output, key))}

@@ -90,7 +90,7 @@ def check_materializable(module: nn.Module) -> None:
 
 def is_on_meta(module: nn.Module) -> bool:
     """Whether tensors of ``module`` itself are on ``meta``."""
-    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    return any(tensor.is_meta for tensor in _tensors(module).values())
 
 
 def outline(module: nn.Module) -> nn.Module:
@@ -166,20 +166,24 @@ def materialize(
                 _fill(module.get_submodule(name), original, stored, values.fill, keep)
 
 
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of ``module`` itself, by name."""
+    return {name: value for table in TENSORS for name, value in getattr(module, table).items() if value is not None}
+
+
 def _stored_values(
-    name: str, original: nn.Module, stored: Callable[[str], torch.Tensor | None]
+    prefix: str, original: nn.Module, stored: Callable[[str], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """The stored values of the tensors of the module ``original``."""
+    """The stored values of the tensors of the module ``original``, which is called ``prefix``."""
     values: dict[str, torch.Tensor] = {}
-    for table in TENSORS:
-        for own, tensor in getattr(original, table).items():
-            value = None if tensor is None else stored(f"{name}.{own}".lstrip("."))
-            if value is not None and value.shape != tensor.shape:
-                raise ConfigError(
-                    f"model: {f'{name}.{own}'!r} is {tuple(value.shape)} in its file, expected {tuple(tensor.shape)}"
-                )
-            if value is not None:
-                values[own] = value
+    for name, tensor in _tensors(original).items():
+        value = stored(f"{prefix}.{name}".lstrip("."))
+        if value is not None and value.shape != tensor.shape:
+            raise ConfigError(
+                f"model: {f'{prefix}.{name}'!r} is {tuple(value.shape)} in its file, expected {tuple(tensor.shape)}"
+            )
+        if value is not None:
+            values[name] = value
     return values
 
 
@@ -192,14 +196,13 @@ def _fill(
 ) -> None:
     """Put this rank's shards of ``values`` into ``child``; other full values are drawn on the CPU, in ``original``."""
     drawn = _copy(original)
-    own = {name: tensor for table in TENSORS for name, tensor in getattr(original, table).items() if tensor is not None}
-    if own.keys() - values.keys():
+    if _tensors(original).keys() - values.keys():
         for table in TENSORS:
             tensors = getattr(drawn, table)
             tensors.update({name: _empty_on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
         fill(drawn)
         _check_filled(drawn)
-        values = {**drawn._parameters, **drawn._buffers, **values}  # type: ignore[dict-item]
+        values = _tensors(drawn) | values
     for table in TENSORS:
         tensors = getattr(child, table)
         for name, tensor in tensors.items():
@@ -212,8 +215,8 @@ def _fill(
 
 def _check_filled(drawn: nn.Module) -> None:
     """Check that no tensor still holds the NaNs of :func:`_empty_on_cpu`."""
-    for name, value in (*drawn._parameters.items(), *drawn._buffers.items()):
-        if value is not None and value.is_floating_point() and bool(value.isnan().all()) and value.numel():
+    for name, value in _tensors(drawn).items():
+        if value.is_floating_point() and value.numel() and bool(value.isnan().all()):
             raise ValueError(
                 f"model: reset_parameters() of {type(drawn).__name__} does not fill {name!r}; "
                 "fill it there, or build the model on the CPU instead of the meta device"

@@ -11,21 +11,23 @@ from torch import nn
 
 from ..base.collectives import equal_everywhere, gather_objects
 from ..base.errors import ConfigError
-from ..base.module_surgery import named_tensors, num_hooks
+from ..base.module_surgery import named_tensors, names_by_parameter, num_hooks
 from ..distributed.context import ParallelContext
 
 
-def check_model(model: nn.Module, names_of: Mapping[nn.Parameter, Sequence[str]], context: ParallelContext) -> None:
-    """Check the whole ``model``, with all names of each parameter, the same on every rank. A collective.
+def check_model(model: nn.Module, context: ParallelContext) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter of the whole ``model``, which is checked, the same on every rank. A collective.
 
     Raises:
         ConfigError: on every rank: ranks built different models, or the layout or the mode does not go with a module.
     """
+    names_of = names_by_parameter(model)
     _check_embeddings(model, context)
     _check_scripted(model, context)
     _check_shardable(names_of, context)
     is_split = context.tensor_axis.size > 1 or context.stage_axis.size > 1
     _check_same_model(model, context, with_hooks=is_split)
+    return names_of
 
 
 def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks: bool) -> None:
@@ -111,12 +113,12 @@ def check_stages(stages: Sequence[nn.Module], context: ParallelContext) -> None:
     for rank in range(pipeline.size if context.config.parallel.shard > 1 else 0):
         held: dict[nn.Parameter, str] = {}
         for index in pipeline.stages_of(rank):
-            own = {parameter: name for name, parameter in stages[index].named_parameters()}
-            if both := held.keys() & own.keys():
-                name, other = min((held[one], own[one]) for one in both)
+            names = {parameter: name for name, parameter in stages[index].named_parameters()}
+            if both := held.keys() & names.keys():
+                name, other = min((held[parameter], names[parameter]) for parameter in both)
                 raise ConfigError(
                     f"model: {name!r} and {other!r} are one parameter, in two stages of pipeline rank {rank}, expected "
                     f"one stage, because parallel.data.shard is {context.config.parallel.shard}; choose a schedule "
                     "with one stage a rank, or split the model elsewhere (parallel.pipeline.split)"
                 )
-            held |= own
+            held |= names

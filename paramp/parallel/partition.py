@@ -128,13 +128,13 @@ def _positions(names: Sequence[str], split: Sequence[str]) -> list[int]:
     positions: list[int] = []
     for name in split:
         # "blocks" means the first of its modules.
-        found = next(i for i, known in enumerate(names) if known == name or known.startswith(f"{name}."))
-        if found <= (positions[-1] if positions else 0):
+        position = next(i for i, known in enumerate(names) if known == name or known.startswith(f"{name}."))
+        if position <= (positions[-1] if positions else 0):
             raise ConfigError(
                 f"parallel.pipeline.split: got {list(split)}, where {name!r} leaves the stage before it empty; "
                 "name modules in the model's order, without its first one"
             )
-        positions.append(found)
+        positions.append(position)
     return positions
 
 

@@ -15,9 +15,10 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -71,22 +72,22 @@ class TracedPartition:
         """The modules that the forward calls, in order; with optional inputs too, if it can be traced with them all."""
         few, *more = likely_calls(self._skeleton)
         try:
-            found = [_modules_called(trace(self._skeleton, opened, few))]
+            orders = [_modules_called(trace(self._skeleton, opened, few))]
         except ConfigError:
             if not more:
                 raise
-            found = []
+            orders = []
         try:
-            found += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
+            orders += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
         except ConfigError:
-            if not found:
+            if not orders:
                 raise
-        merged = found[0]
-        place = 0
-        for name in found[-1]:
+        merged = orders[0]
+        position = 0
+        for name in orders[-1]:
             if name not in merged:
-                merged.insert(place, name)
-            place = merged.index(name) + 1
+                merged.insert(position, name)
+            position = merged.index(name) + 1
         return merged
 
     def _open_heavy(self, num_stages: int) -> None:
@@ -130,10 +131,13 @@ def _modules_called(graphs: Mapping[bool, fx.Graph]) -> list[str]:
     return list(dict.fromkeys(str(node.target) for node in graphs[True].nodes if node.op == "call_module"))
 
 
-class _StageGraph(NamedTuple):
+@dataclass
+class _StageGraph:
     graph: fx.Graph
     keywords: list[str]
     """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
+    interpreter: fx.Interpreter | None = None
+    """Runs the graph; made at the first call, because a plan may change modules before."""
 
 
 class _Graphs:
@@ -176,26 +180,20 @@ def _may_open(module: nn.Module) -> bool:
 
 def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
     """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
-    interpreters: dict[Any, tuple[fx.Interpreter, list[str]]] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, values = (call_of(args, kwargs), tensors(args)) if index == 0 else args[0]
-        mode = part.training
         for name, module in opened_modules:
             check_mode(name, module, part)
-        key = mode, key_of(call)
-        if key not in interpreters:  # at the first call: a plan may have changed modules
-            if len(interpreters) == MAX_CALLS:
-                interpreters.pop(next(iter(interpreters)))
-            graph, keywords = graphs.of(call)[mode][index]
-            _check_names(part, graph, graphs.model, call)
-            interpreters[key] = _Interpreter(part, graph=graph), keywords
-        interpreter, keywords = interpreters[key]
+        stage_graph = graphs.of(call)[part.training][index]
+        if stage_graph.interpreter is None:
+            _check_names(part, stage_graph.graph, graphs.model, call)
+            stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
         try:
-            given = dict(leaves(kwargs)) if keywords else {}
-            output = interpreter.run(*values, *(given[path] for path in keywords))
+            inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
+            output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
-            interpreter.env = {}
+            stage_graph.interpreter.env = {}
         return output if is_last else (call, output)
 
     is_last = index == graphs.num_stages - 1
@@ -231,16 +229,16 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
         if node.op == "get_attr" and "." not in name and name.startswith("_tensor_constant"):
             setattr(part, name, getattr(model, name))
         elif node.op in ("get_attr", "call_module") and not _has(part, name):
-            given = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
+            inputs = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
             raise ConfigError(
                 f"parallel.pipeline.split: {name!r} of {type(model).__name__} is used on another stage with these "
-                f"inputs ({given}) than with those without a default; split elsewhere, or give the input a default"
+                f"inputs ({inputs}) than with those without a default; split elsewhere, or give the input a default"
             )
 
 
 def _has(module: nn.Module, name: str) -> bool:
     try:
-        functools.reduce(getattr, name.split("."), module)
+        operator.attrgetter(name)(module)
     except AttributeError:
         return False
     return True
@@ -260,8 +258,8 @@ def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int)
     for stage in range(num_stages):
         received = [node for node in nodes if stage_at[node] < stage <= last_use[node]]
         sent = [node for node in nodes if stage_at[node] <= stage < last_use[node]]
-        own = [node for node in nodes if stage_at[node] == stage]
-        stage_graphs.append(_stage_graph(own, received, sent if stage < num_stages - 1 else None))
+        calls = [node for node in nodes if stage_at[node] == stage]
+        stage_graphs.append(_stage_graph(calls, received, sent if stage < num_stages - 1 else None))
     return stage_graphs
 
 
@@ -270,7 +268,7 @@ def _is_local(node: fx.Node) -> bool:
     return node.op == "get_attr" or ("keyword" in node.meta and node.op == "placeholder")
 
 
-def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> _StageGraph:
+def _stage_graph(calls: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node] | None) -> _StageGraph:
     stage_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {node: stage_graph.placeholder(node.name) for node in received}
     keywords: list[str] = []
@@ -283,7 +281,7 @@ def _stage_graph(own: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequ
                 keywords.append(node.meta["keyword"])
         return copies[node]
 
-    for node in own:
+    for node in calls:
         for argument in node.all_input_nodes:
             copied(argument)
         copies[node] = stage_graph.node_copy(node, copied)

@@ -260,7 +260,7 @@ class _Tracer(fx.Tracer):
             return proxy
 
         inputs, named = map_leaves(placeholder, args), map_leaves(keyword, dict(keywords))
-        return lambda root, *given: root_fn(root, *given, **named), [self.root, *inputs]
+        return lambda root, *proxies: root_fn(root, *proxies, **named), [self.root, *inputs]
 
     def create_arg(self, a: Any) -> Any:
         # A graph takes no other mappings than dicts, and makes dataclasses of all their fields.
@@ -292,7 +292,7 @@ class _Tracer(fx.Tracer):
         if frame is None or not _asserts(frame):
             return super().to_bool(obj)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.create_proxy("call_function", _check, (obj, f"the model's assertion at {where} failed"), {})
+        self.create_proxy("call_function", _require, (obj, f"the model's assertion at {where} failed"), {})
         return True
 
     @contextmanager
@@ -317,7 +317,7 @@ class _Tracer(fx.Tracer):
                 setattr(torch, name, original)
 
 
-def _check(condition: object, message: str) -> None:
+def _require(condition: object, message: str) -> None:
     if not condition:
         raise AssertionError(message)
 
@@ -337,8 +337,8 @@ def check_mode(name: str, module: nn.Module, model: nn.Module) -> None:
     """Raise a ConfigError for an opened ``module`` in another mode than ``model``, which has one graph per mode."""
     if module.training == model.training or is_sequential(module) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return
-    own, other = ("training" if part.training else "evaluation" for part in (module, model))
+    mode, other = ("training" if one.training else "evaluation" for one in (module, model))
     raise ConfigError(
-        f"parallel.pipeline.split: {name!r} is in {own} mode, the model in {other} mode, but a module that is split "
+        f"parallel.pipeline.split: {name!r} is in {mode} mode, the model in {other} mode, but a module that is split "
         "has the model's mode; split around it, or set the modes of the modules in it instead"
     )

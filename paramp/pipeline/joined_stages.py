@@ -27,9 +27,9 @@ class Joined:
         if len(self.parts) > 1:
             self.module.__dict__["forward"] = _refuse_to_run
 
-    def _join(self, found: list[nn.Module]) -> nn.Module:
+    def _join(self, copies: list[nn.Module]) -> nn.Module:
         """One module for those of the same name in the parts."""
-        real = [module for module in found if not isinstance(module, PassThrough)] or found
+        real = [module for module in copies if not isinstance(module, PassThrough)] or copies
         different = list({id(module): module for module in real}.values())
         if len(different) == 1 or isinstance(different[0], PassThrough):
             return different[0]

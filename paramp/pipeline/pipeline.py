@@ -1,6 +1,6 @@
 """Pipeline parallelism: run the stages of a model in one of torch's schedules.
 
-torch's schedules take seconds to import, so they are imported only when a :class:`Pipeline` is made.
+torch's schedules take seconds to import, so this is imported only where a :class:`Pipeline` is made.
 """
 
 from __future__ import annotations
@@ -9,86 +9,22 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ..base import trees
 from ..base.errors import ConfigError
 from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.spans import Observer, begin_call, span
-from ..config.layout import PipelineConfig
 from ..distributed.context import ParallelContext
-from ..distributed.first_failure import is_lost_connection
 from ..distributed.numerics import Numerics
 from ..parallel.batches import Batch
+from .linked_stage import LinkedStage, RecordedStage, StageSetting
 from .stage import Stage, Stages
-from .stage_output import StageOutput, plain
-
-if TYPE_CHECKING:
-    from .stage_recorder import RecordedStage
-
-
-class _LinkedStage(nn.Module):
-    """A stage for torch's schedules, which give it the tensors that it receives; it takes the model's inputs itself.
-
-    The last stage keeps its output, any tree, in :attr:`output` for the loss, and returns a stand-in of one element.
-    If the forward fails, it calls ``failed`` and returns zeros, so that the schedule continues and no rank waits.
-    """
-
-    def __init__(self, stage: Stage, failed: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self.failed = failed
-        self.stage = stage
-        self.received: StageOutput | None = None
-        """The description of the stage's input; None for the model's inputs."""
-        self.sent: StageOutput | None = None
-        """The description of its output; None for the model's output."""
-        self.microbatches: list[Batch] = []
-        self._index = 0
-        self.output: Any = None
-
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        try:
-            return self._run(*tensors)
-        except Exception as error:
-            if is_lost_connection(error):
-                raise
-            self.failed(error)
-            return self._zeros(tensors)
-
-    def begin(self, index: int) -> None:
-        """Choose the microbatch whose forward is next."""
-        self._index = index
-
-    def _run(self, *tensors: torch.Tensor) -> Any:
-        batch = self.microbatches[self._index]
-        args = batch.args if self.received is None else (self.stage.receive(self.received, tensors),)
-        self.output = None
-        output = self.stage(*args, **batch.kwargs)
-        if self.sent is not None:
-            return self.sent.pack(output, self.stage.link_device)
-        self.output = output
-        return torch.zeros(1, device=self.stage.link_device)
-
-    def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The substitute for an output; it depends on ``tensors``, so that these get gradients."""
-        own = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        # Multiplied first: the gradient of a plain sum is an expanded tensor, which cannot be sent.
-        anchor = sum(((tensor * 0.0).sum() for tensor in tensors if tensor.requires_grad), own * 0.0)
-        if self.sent is None:
-            return anchor.reshape(1).to(self.stage.link_device)
-        metas = self.sent.metas(False)
-        return tuple(torch.zeros_like(meta, device=self.stage.link_device) + anchor.to(meta.dtype) for meta in metas)
-
-    def no_loss(self, stand_in: torch.Tensor) -> torch.Tensor:
-        """A loss of zero, through which every parameter gets a gradient; ``stand_in`` is what the forward returned."""
-        if stand_in.requires_grad or self.output is None:
-            return stand_in.sum()
-        outputs = [plain(tensor) for tensor in trees.tensors(self.output) if tensor.requires_grad]
-        return sum(((output * 0.0).sum() for output in outputs), torch.zeros((), device=self.stage.device))
+from .stage_output import StageOutput
 
 
 class _Ready(NamedTuple):
@@ -117,17 +53,15 @@ class Pipeline:
         self,
         stages: Stages,
         context: ParallelContext,
-        config: PipelineConfig,
-        observers: Sequence[Observer] = (),
-        check: Callable[[Exception], None] = lambda _: None,
-        numerics: Numerics | None = None,
+        observers: Sequence[Observer],
+        check: Callable[[Exception], None],
+        numerics: Numerics,
     ) -> None:
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
+        config = context.config.parallel.pipeline
         self._stages = stages
         self._stage_indices = config.stages_of(context.pp.rank)
         self._linked = [
-            _LinkedStage(stage, partial(self._stage_failed, index))
+            LinkedStage(stage, partial(self._stage_failed, index))
             for index, stage in zip(self._stage_indices, stages, strict=True)
         ]
         named = list(stages.module.named_parameters())
@@ -136,19 +70,16 @@ class Pipeline:
         self._context = context
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
-        self._before_last_backward: Callable[[], None] = lambda: None
+        self._setting = StageSetting(context, observers, numerics)
         self.last_rank = config.rank_of(config.num_stages - 1)
         """The pipeline rank that has the last stage."""
-        self.observers = observers
         if context.device.type == "cuda" and dist.get_backend(context.pp.group) == "gloo":
             for stage in stages:
                 stage.link_device = torch.device("cpu")  # gloo does not send CUDA tensors reliably
-        self._link_device = self._linked[0].stage.link_device
         self._schedules: dict[tuple[Any, int, bool, bool], _Ready] = {}
         self._loss: Callable[[Any, Batch], torch.Tensor] | None = None
         self._failure: Exception | None = None
         self._check = check
-        self._numerics = numerics or Numerics()
         self.in_step = True
         """False after a :meth:`run` that was interrupted, so that other ranks may wait for this one."""
 
@@ -175,7 +106,7 @@ class Pipeline:
         self._loss = loss
         self._failure = self._thawed_later() if backward else None
         if self.overlaps:
-            self._before_last_backward = before_last_backward
+            self._setting.before_last_backward = before_last_backward
         self._stages.align_modes()
         schedule = self._schedule(microbatches, backward)
         first, last = self._linked[0].stage, self._linked[-1].stage
@@ -186,7 +117,7 @@ class Pipeline:
         # Made there: a copy to a GPU would wait for it.
         inputs = (torch.arange(len(microbatches), device=first.link_device),) if first.is_first else ()
         targets = {"target": numbers} if last.is_last else {}
-        begin_call(self.observers)
+        begin_call(self._setting.observers)
         self.in_step = False
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
@@ -209,7 +140,7 @@ class Pipeline:
         if self._failure is not None:
             return linked.no_loss(stand_in)
         try:
-            with span(self.observers, "loss", self._stage_indices[-1], index):
+            with span(self._setting.observers, "loss", self._stage_indices[-1], index):
                 return self._loss(linked.output, linked.microbatches[index])
         except Exception as error:
             self._record(_criterion_failure(error))
@@ -249,9 +180,10 @@ class Pipeline:
         number = torch.empty(1, dtype=torch.int64, device="meta")
         stand_in = torch.empty(1, device="meta")
         stages = [
-            self._stage_recorder(
+            RecordedStage(
                 linked,
                 index,
+                self._setting,
                 (number,) if takes is None else takes.metas(backward),
                 (stand_in,) if gives is None else gives.metas(backward),
             )
@@ -264,18 +196,6 @@ class Pipeline:
         if not backward and not single:
             _remove_backwards(schedule)
         return _Ready(schedule, received, sent)
-
-    def _stage_recorder(
-        self, linked: _LinkedStage, index: int, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
-    ) -> RecordedStage:
-        from .stage_recorder import RecordedStage
-
-        place = (index, self._config.num_stages, self._link_device)
-        stage = RecordedStage(linked, *place, input_args=inputs, output_args=outputs, group=self._context.pp.group)
-        stage.observers, stage.failed, stage.begin = self.observers, linked.failed, linked.begin
-        stage.numerics = self._numerics
-        stage.before_last_backward = lambda: self._before_last_backward()
-        return stage
 
     def _probe(self, microbatch: Batch) -> tuple[list[StageOutput | None], list[StageOutput | None]]:
         """The input (None for the first stage) and output (None for the last) of each stage of this rank.

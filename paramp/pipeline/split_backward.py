@@ -50,8 +50,8 @@ class SplitBackward:
     ) -> None:
         self._inputs = inputs
         outputs = list(outputs)
-        given = [torch.ones_like(output) for output in outputs] if gradients is None else gradients
-        pairs = zip(outputs, given, strict=True)
+        gradients = [torch.ones_like(output) for output in outputs] if gradients is None else gradients
+        pairs = zip(outputs, gradients, strict=True)
         # The edges keep the graph alive for the second half; nodes of Python functions would not.
         self._roots = [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
         self._received: dict[Node, Gradients] = {}
@@ -92,16 +92,16 @@ class SplitBackward:
         """The gradients of the inputs; None for an input without one."""
         starts = [start for group in self._groups for start in group.starts if start is not BESIDE]
         hooks = [start.register_prehook(partial(self._received.__setitem__, start)) for start in starts]
-        found: dict[torch.Tensor, torch.Tensor | None] = {}
+        gradient_of: dict[torch.Tensor, torch.Tensor | None] = {}
         try:
             if self._wanted:
-                edges, given = zip(*self._roots, strict=True)
-                gradients = torch.autograd.grad(edges, self._wanted, given, retain_graph=True, allow_unused=True)
-                found = dict(zip(self._wanted, gradients, strict=True))
+                edges, starting = zip(*self._roots, strict=True)
+                gradients = torch.autograd.grad(edges, self._wanted, starting, retain_graph=True, allow_unused=True)
+                gradient_of = dict(zip(self._wanted, gradients, strict=True))
         finally:
             for hook in hooks:
                 hook.remove()
-        return tuple(found.get(value) if isinstance(value, torch.Tensor) else None for value in self._inputs)
+        return tuple(gradient_of.get(value) if isinstance(value, torch.Tensor) else None for value in self._inputs)
 
     def weights(self) -> None:
         """Accumulate the gradients of the weights in their ``.grad``, with hooks, as a full backward does."""
@@ -115,8 +115,8 @@ class SplitBackward:
             ]
             try:
                 if pairs:
-                    edges, given = zip(*pairs, strict=True)
-                    torch.autograd.backward(edges, given, retain_graph=True, inputs=list(group.weights))
+                    edges, starting = zip(*pairs, strict=True)
+                    torch.autograd.backward(edges, starting, retain_graph=True, inputs=list(group.weights))
             finally:
                 for hook in hooks:
                     hook.remove()

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
-from ..base.trees import leaves, map_leaves, map_tensors, tensors
+from ..base.trees import leaves, map_leaves
 from ..parallel.batches import CONSTANTS
 
 
-class _Sent:
+class SentTensor:
     """A tensor of a stage's output. Not a dataclass, which would be a part of the tree and not a leaf of it."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, has_gradient: bool) -> None:
         self.shape = shape
         self.dtype = dtype
+        self.has_gradient = has_gradient
+        """Whether a gradient is sent back; else the tensor's bytes are sent."""
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype}"
@@ -39,14 +39,6 @@ class _Sent:
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
-
-
-class Differentiable(_Sent):
-    """A floating-point tensor whose gradient is sent back."""
-
-
-class Fixed(_Sent):
-    """A tensor without a gradient."""
 
 
 class Constant:
@@ -79,7 +71,7 @@ class StageOutput:
     """The description of a stage's output, as it is sent to the next stage."""
 
     tree: Any
-    """The output with each value replaced by a :class:`Differentiable`, :class:`Fixed` or :class:`Constant`."""
+    """The output with each value replaced by a :class:`SentTensor` or a :class:`Constant`."""
 
     @staticmethod
     def describe(values: Any, dtype: torch.dtype | None) -> StageOutput:
@@ -91,9 +83,9 @@ class StageOutput:
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tensors to send for ``values``, which have to match the description, on ``device``."""
-        given, expected = list(leaves(values)), list(leaves(self.tree))
-        same = [path for path, _ in given] == [path for path, _ in expected]
-        if not same or not all(_fits(leaf, value) for (_, leaf), (_, value) in zip(expected, given, strict=True)):
+        output, expected = list(leaves(values)), list(leaves(self.tree))
+        same = [path for path, _ in output] == [path for path, _ in expected]
+        if not same or not all(_fits(leaf, value) for (_, leaf), (_, value) in zip(expected, output, strict=True)):
             raise ConfigError(
                 "pipeline: the output of a stage changed between two batches of the same shape, from "
                 f"{self.tree} to {values}; expected numbers and shapes that depend on the batch's shape only: "
@@ -101,10 +93,12 @@ class StageOutput:
             )
         differentiable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
-        for (_, leaf), (_, value) in zip(expected, given, strict=True):
-            if isinstance(leaf, Differentiable):
+        for (_, leaf), (_, value) in zip(expected, output, strict=True):
+            if isinstance(leaf, Constant):
+                continue
+            if leaf.has_gradient:
                 differentiable.append(plain(value).to(device, leaf.dtype).contiguous())
-            elif isinstance(leaf, Fixed):
+            else:
                 fixed.append(plain(value).detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         if fixed or not differentiable:
             carrier = torch.zeros(self._carrier_size, device=device)
@@ -120,12 +114,12 @@ class StageOutput:
         differentiable = iter(tensors)
         fixed = _read(tensors[-1].detach(), self._fixed)
 
-        def value(_: str, leaf: Differentiable | Fixed | Constant) -> Any:
-            if isinstance(leaf, Differentiable):
+        def value(_: str, leaf: SentTensor | Constant) -> Any:
+            if isinstance(leaf, Constant):
+                return device if isinstance(leaf.value, torch.device) else leaf.value
+            if leaf.has_gradient:
                 return next(differentiable).to(device, dtype or leaf.dtype)
-            if isinstance(leaf, Fixed):
-                return next(fixed).to(device)
-            return device if isinstance(leaf.value, torch.device) else leaf.value
+            return next(fixed).to(device)
 
         return map_leaves(value, self.tree)
 
@@ -134,15 +128,16 @@ class StageOutput:
         metas = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=requires_grad)
             for _, leaf in leaves(self.tree)
-            if isinstance(leaf, Differentiable)
+            if isinstance(leaf, SentTensor) and leaf.has_gradient
         ]
         if self._fixed or not metas:
             metas.append(torch.empty(self._carrier_size, device="meta", requires_grad=requires_grad))
         return tuple(metas)
 
     @property
-    def _fixed(self) -> list[Fixed]:
-        return [leaf for _, leaf in leaves(self.tree) if isinstance(leaf, Fixed)]
+    def _fixed(self) -> list[SentTensor]:
+        """The tensors without a gradient."""
+        return [leaf for _, leaf in leaves(self.tree) if isinstance(leaf, SentTensor) and not leaf.has_gradient]
 
     @property
     def _carrier_size(self) -> int:
@@ -155,7 +150,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _describe(path: str, value: Any, dtype: torch.dtype | None) -> Differentiable | Fixed | Constant:
+def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | Constant:
     if isinstance(value, torch.Tensor):
         shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
@@ -165,7 +160,8 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> Differentiabl
                 "gets contiguous, so that kernels may give other bits than in one process; split elsewhere "
                 "(parallel.pipeline.split), or return tensor.contiguous()"
             )
-        return Differentiable(shape, dtype or value.dtype) if differentiable else Fixed(shape, value.dtype)
+        in_dtype = dtype or value.dtype if differentiable else value.dtype
+        return SentTensor(shape, in_dtype, has_gradient=differentiable)
     if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(
@@ -175,31 +171,17 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> Differentiabl
     )
 
 
-def _fits(leaf: Differentiable | Fixed | Constant, value: Any) -> bool:
+def _fits(leaf: SentTensor | Constant, value: Any) -> bool:
     if isinstance(leaf, Constant):
         return isinstance(value, torch.device) or bool(value == leaf.value)
     if not isinstance(value, torch.Tensor) or plain(value).shape != leaf.shape:
         return False
-    return value.dtype == leaf.dtype if isinstance(leaf, Fixed) else value.is_floating_point()
+    return value.is_floating_point() if leaf.has_gradient else value.dtype == leaf.dtype
 
 
-def _read(carrier: torch.Tensor, parts: list[Fixed]) -> Iterator[torch.Tensor]:
+def _read(carrier: torch.Tensor, parts: list[SentTensor]) -> Iterator[torch.Tensor]:
     start = 0
     for leaf in parts:
         part = carrier.view(torch.uint8)[start : start + leaf.num_bytes]
         start += leaf.num_bytes
         yield part.clone().view(leaf.dtype).reshape(leaf.shape)  # copied, because a view has to be aligned
-
-
-def broadcast_tree(tree: Any, device: torch.device, group: dist.ProcessGroup, src: int = 0) -> Any:
-    """The ``tree`` of tensors and other values of the rank ``src`` of ``group``, on every rank of it.
-
-    Other values must pickle. Tensors are plain; on the other ranks they are on ``device``.
-    """
-    shapes = [map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), tree)]
-    dist.broadcast_object_list(shapes, group=group, group_src=src)
-    if dist.get_rank(group) != src:
-        tree = map_tensors(lambda meta: torch.empty_like(meta, device=device), shapes[0])
-    for tensor in tensors(tree):
-        broadcast_(tensor, group, src)
-    return tree

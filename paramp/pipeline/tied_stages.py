@@ -88,6 +88,6 @@ def _check_same_ties(
                 f"model: pipeline rank 0 ties {[tie.names for tie in everyone[0][0]]}, but pipeline rank {rank} "
                 f"{[tie.names for tie in theirs]}; build the same model on every rank"
             )
-    for tie, *found in zip(shared, *(layouts for _, layouts in everyone), strict=True):
-        if len({layout for layout in found if layout is not None}) > 1:
+    for tie, *placements in zip(shared, *(layouts for _, layouts in everyone), strict=True):
+        if len({layout for layout in placements if layout is not None}) > 1:
             raise ConfigError(f"plan: {' and '.join(tie.names)} are one parameter, but it shards them differently")

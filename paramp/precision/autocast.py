@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from ..base.dtensor import is_dtensor
-from ..base.local_leaves import on_local
 from ..base.torch_internals import REPLACED, TO_FP32, TO_WIDEST, expect, replace_kernels, take
 from .policy import Precision
 
@@ -170,4 +168,4 @@ def to_outputs(tensor: torch.Tensor, precision: Precision) -> torch.Tensor:
     dtype = precision.outputs or torch.promote_types(tensor.dtype, torch.float32)
     if tensor.dtype is dtype:
         return tensor
-    return on_local(lambda values: values.to(dtype), tensor) if is_dtensor(tensor) else tensor.to(dtype)
+    return tensor.to(dtype)

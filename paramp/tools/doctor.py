@@ -3,20 +3,7 @@
 It looks up packages on disk and launchers in the environment, without importing optional packages or starting a process
 group. So it runs anywhere, also where training does not start. A problem is a line of the report, never an exception.
 
-``--json`` prints one object. Its keys are stable between versions; later versions may add some:
-
-    versions      {"paramp", "python", "torch", and each optional package: its version, or null}
-    commit        of the checkout that paramp runs from, abbreviated; null if it is installed, or there is no git
-    device        the device that ``launch`` would choose: "cpu" or "cuda"
-    devices       [{"kind": "cuda" | "cpu", "name", "capability": "9.0" or null}], the GPUs first
-    backends      {"gloo", "nccl", "mpi": whether torch has it, "chosen": by ``launch`` for one rank per GPU}
-    launcher      {"name": "torchrun" | "mpi" | "slurm" | null, "rank", "world_size", "problem": null or a sentence}
-    mpi           {"mpirun": its kind, or null, "path", "mpi4py": its version, or null}
-    slurm         {"job", "nodes", "tasks": each null outside of a job, "srun": its path, or null}
-    apex          {"kind": "real" | "wrong" | "none", "version", "reason"}
-    torchao, transformer_engine    {"found", "version", "reason"}
-    compile       {"runs": whether torch.compile's kernels can be made here, "why": null or why not}
-    modes         {mode: {"runs": "natively" | "emulated" | "no", "why"}}
+``--json`` prints one object, whose keys the page "Doctor" of the documentation lists. They are stable between versions.
 """
 
 import importlib
@@ -47,6 +34,10 @@ PACKAGES = (
 )
 """Distributions whose versions are reported, by their names on PyPI."""
 
+NAMED_ABOVE = ("mpi4py", "torchao", "transformer_engine", "apex")
+"""Packages with a line of the text of their own."""
+COMPILED = "with compile, the optimizer step is compiled; without, torch's fused kernels in blocks"
+NOT_COMPILED = "cannot be set here: {}; the optimizer step runs in torch's fused kernels, in blocks"
 IN_FP32 = "products are computed in fp32 and rounded"
 EAGERLY = "compiled blocks run eagerly"
 WIDER = "operands are rounded to it and multiplied in a wider dtype"
@@ -54,14 +45,16 @@ SECONDS_FOR_A_COMMAND = 10.0
 
 
 def doctor(as_json: bool = False) -> str:
-    """The report as text, or as one JSON object with the keys above."""
+    """The report as text, or as one JSON object: that of :func:`examine`."""
     found = examine()
     return json.dumps(found, indent=2) if as_json else "\n".join(_lines(found))
 
 
 def examine() -> dict[str, Any]:
-    """The report as an object with the keys above."""
+    """The report as one object of plain values. Later versions may add keys."""
     devices = _devices()
+    why_not_compiled = why_not_inductor(devices[0]["kind"], {})
+    slurm = {"job": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "tasks": "SLURM_NTASKS"}
     return {
         "versions": {
             "paramp": importlib.import_module("paramp").__version__,
@@ -75,11 +68,11 @@ def examine() -> dict[str, Any]:
         "backends": _backends(devices[0]["kind"]),
         "launcher": _launcher(),
         "mpi": _mpi(),
-        "slurm": _slurm(),
+        "slurm": {key: os.environ.get(name) or None for key, name in slurm.items()} | {"srun": shutil.which("srun")},
         "apex": {key: value for key, value in asdict(find_apex()).items() if key in ("kind", "version", "reason")},
         "torchao": asdict(find_torchao()),
         "transformer_engine": asdict(find_transformer_engine()),
-        "compile": _compile(devices[0]["kind"]),
+        "compile": {"runs": why_not_compiled is None, "why": why_not_compiled},
         "modes": {name: _mode(precision, devices) for name, precision in PRESETS.items()},
     }
 
@@ -95,12 +88,16 @@ def _commit(folder: Path) -> str | None:
     """The abbreviated commit of the checkout at ``folder``; None if it is none."""
     if not (folder / ".git").exists():
         return None
-    command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    return _answer("git", "-C", str(folder), "rev-parse", "--short", "HEAD")[0].strip() or None
+
+
+def _answer(*command: str) -> tuple[str, str]:
+    """What ``command`` writes to its output and its errors; nothing if it cannot run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_COMMAND)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_COMMAND, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    return done.stdout, done.stderr
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -137,11 +134,6 @@ def _launcher() -> dict[str, Any]:
     return {"name": name, "rank": rank, "world_size": world_size, "problem": None}
 
 
-def _compile(device: str) -> dict[str, Any]:
-    why = why_not_inductor(device, {})
-    return {"runs": why is None, "why": why}
-
-
 MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MPI", "hydra": "MPICH", "mpich": "MPICH"}
 """Text in the output of ``mpirun --version`` -> the kind of MPI."""
 
@@ -149,19 +141,9 @@ MPI_KINDS = {"open mpi": "Open MPI", "open-mpi": "Open MPI", "openrte": "Open MP
 def _mpi() -> dict[str, Any]:
     path, kind = shutil.which("mpirun"), None
     if path is not None:
-        command = [path, "--version"]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_A_COMMAND, check=False)
-            text = (answer.stdout + answer.stderr).lower()
-        except (OSError, subprocess.SubprocessError):
-            text = ""
+        text = "".join(_answer(path, "--version")).lower()
         kind = next((kind for word, kind in MPI_KINDS.items() if word in text), "an unknown kind")
     return {"mpirun": kind, "path": path, "mpi4py": _version("mpi4py")}
-
-
-def _slurm() -> dict[str, Any]:
-    variables = {"job": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "tasks": "SLURM_NTASKS"}
-    return {key: os.environ.get(name) or None for key, name in variables.items()} | {"srun": shutil.which("srun")}
 
 
 def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]:
@@ -225,21 +207,12 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         ("Apex", found["apex"]["reason"]),
         ("torchao", found["torchao"]["reason"]),
         ("TE", found["transformer_engine"]["reason"]),
-        ("compile", _compile_text(found["compile"])),
+        ("compile", COMPILED if found["compile"]["runs"] else NOT_COMPILED.format(found["compile"]["why"])),
         ("packages", ", ".join(others)),
     ]
     lines = [f"{name:<10}{text}".rstrip() for name, text in rows]
     lines += ["", f"{'mode':<28}{'runs':<10}why"]
     return lines + [f"{name:<28}{mode['runs']:<10}{mode['why']}" for name, mode in found["modes"].items()]
-
-
-def _compile_text(found: Mapping[str, Any]) -> str:
-    if found["runs"]:
-        return "with compile, the optimizer step is compiled; without, torch's fused kernels in blocks"
-    return f"cannot be set here: {found['why']}; the optimizer step runs in torch's fused kernels, in blocks"
-
-
-NAMED_ABOVE = ("mpi4py", "torchao", "transformer_engine", "apex")
 
 
 def _titled(device: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ def replicated():
 
 
 LAYOUTS = {
-    "features": ((2, 3, 16), 2, {"sharded_features": True}, nullcontext),
-    "heads": ((2, 8, 3, 5), 1, {"sharded_features": True}, sharded_random),
+    "features": ((2, 3, 16), 2, {"fused": 1}, nullcontext),
+    "heads": ((2, 8, 3, 5), 1, {"fused": 1}, sharded_random),
     "sequence": ((2, 8, 5), 1, {"sequence_parallel": True}, sharded_random),
     "replicated": ((2, 8, 5), None, {}, nullcontext),
     "replicated in sharded random": ((2, 8, 5), None, {}, replicated),
@@ -52,9 +52,9 @@ def test_each_rank_has_its_part_of_the_mask(layout):
 
 def test_a_samples_mask_does_not_depend_on_its_chunk():
     x = torch.ones(4, 50)
-    whole = dropped(x, chunk=4, first_sample=8)
+    whole = dropped(x, microchunk=4, first_sample=8)
     for first in range(4):
-        assert torch.equal(dropped(x[:1], chunk=1, first_sample=8 + first), whole[first : first + 1])
+        assert torch.equal(dropped(x[:1], microchunk=1, first_sample=8 + first), whole[first : first + 1])
 
 
 def test_masks_differ_between_samples_steps_calls_names_seeds_draws_and_slices_of_the_sequence():
@@ -110,7 +110,7 @@ def test_attention_weights_are_dropped_at_the_rate():
     assert len({tuple(map(tuple, head.tolist())) for head in kept.flatten(0, 1)}) == 8
 
 
-SHARDED = {"sharded_features": True}
+SHARDED = {"fused": 1}
 
 
 @pytest.mark.parametrize(

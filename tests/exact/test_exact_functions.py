@@ -11,8 +11,10 @@ from torch import nn
 
 from paramp.base.errors import ConfigError
 from paramp.distributed.rng import sharded_random
-from paramp.exact.functions import ExactFunctions, unwatched
-from paramp.exact.place import Place
+from paramp.exact.exact_layout import ExactLayout, Position
+from paramp.exact.forwards import Forwards, unwatched
+from paramp.exact.functions import ExactFunctions
+from paramp.exact.masks import Masks
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 DTYPES = [*INTEGERS]
@@ -27,14 +29,16 @@ class Calls(nn.Module):
         return function(*inputs)
 
 
-def mode_for(rank=0, size=1, model=None, divided=(), **options):
+def mode_for(rank=0, size=1, model=None, divided=(), fused=0, **options):
+    """The mode of a rank; ``options``: of its layout, and of the position in the run."""
     group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
-    place = Place(**({"seed": 1, "chunk": 2, "slices": 8, "tensor_group": group} | options))
-    names = {} if model is None else {one: name for name, one in model.named_modules()}
-    mode = ExactFunctions(place, names, divided=divided)
+    position = Position(**{name: options.pop(name) for name in ("step", "call", "first_sample") if name in options})
+    layout = ExactLayout(**({"seed": 1, "microchunk": 2, "slices": 8, "tensor_group": group} | options))
+    forwards = Forwards(layout, lambda: position)
+    forwards.fused = fused
     if model is not None:
-        mode.watch(model)
-    return mode
+        forwards.watch(model, {one: name for name, one in model.named_modules()})
+    return ExactFunctions(forwards, Masks(forwards, divided))
 
 
 def same(first, second):
@@ -63,7 +67,7 @@ def assert_parts_have_the_bits(function, inputs, gradient, dims, sizes=SIZES):
     def run_on(rank, size):
         model = Calls()
         own = [part_of(one, dim, rank, size) for one, dim in zip(inputs, dims, strict=True)]
-        mode = mode_for(rank, size, model, sharded_features=True)
+        mode = mode_for(rank, size, model, fused=1)
         return run(mode, lambda *values: model(function, *values), own, part_of(gradient, 1, rank, size))
 
     whole = run_on(0, 1)
@@ -295,12 +299,12 @@ def test_what_depends_on_the_layout_is_refused_between_sharded_layers(name):
     message = (
         "its gradient would be a part" if is_parameter else f"{name} in '0' got activations that are sharded over 2"
     )
-    mode = mode_for(0, 2, model, sharded_features=True)
+    mode = mode_for(0, 2, model, fused=1)
     with mode, pytest.raises(ConfigError, match=message):
         model[0](function, x)
     with mode, unwatched():
         expected = function(x)
-    for whole in (mode_for(0, 1, sharded_features=True), mode_for(0, 2)):
+    for whole in (mode_for(0, 1, fused=1), mode_for(0, 2)):
         with whole:
             torch.testing.assert_close(function(x), expected)
 
@@ -335,7 +339,7 @@ def test_arguments_that_cannot_be_exact_are_refused():
         with pytest.raises(ConfigError, match="expected 4 dims"):
             F.scaled_dot_product_attention(query, key, value)
     mask = torch.zeros(5, 5, requires_grad=True)
-    with mode_for(0, 2, sharded_features=True), pytest.raises(ConfigError, match="requires gradients"):
+    with mode_for(0, 2, fused=1), pytest.raises(ConfigError, match="requires gradients"):
         F.scaled_dot_product_attention(query[0], key[0], value[0], attn_mask=mask)
 
 
@@ -364,8 +368,8 @@ def test_features_are_divided_into_the_parts_of_the_layer_only(name):
     for own in (1, 2, 3):
         allowed = parts in (None, own)
         refused = nullcontext() if allowed else pytest.raises(ConfigError, match="divides or reorders features")
-        with mode_for(0, 2, sharded_features=True, parts=own), refused:
+        with mode_for(0, 2, fused=own), refused:
             call()
-    for mode in (mode_for(0, 2), mode_for(0, 1, sharded_features=True)):
+    for mode in (mode_for(0, 2), mode_for(0, 1, fused=1)):
         with mode:
             call()

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import paramp
-from paramp.exact.loss import cross_entropy
-from paramp.exact.place import Place
+from paramp.exact.exact_layout import ExactLayout
+from paramp.exact.exact_loss import cross_entropy
 from paramp.parallel.tensor.sharded_loss import vocab_parallel_loss
 
-PLACE = Place(seed=0, chunk=1, slices=8)
+LAYOUT = ExactLayout(seed=0, microchunk=1, slices=8)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
 EPS = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
@@ -65,7 +65,7 @@ def with_gradient(function, logits, target, factor, **options):
 
 
 def exact(*args, **options):
-    return cross_entropy(PLACE, *args, **options)
+    return cross_entropy(LAYOUT, *args, **options)
 
 
 def usual(*args, **options):

@@ -4,16 +4,12 @@ from collections import Counter
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paramp.base.swap_cpu import TAG as SWAP_TAG
-
 KINDS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "send", "recv", "barrier")
 
 
 class Collectives(TorchDispatchMode):
     """``counts``: by kind, how many collectives were started inside; ``elements``: of each all-reduce, in order;
     ``all_to_alls``: the arguments of each.
-
-    A sum of two ranks by two messages counts as an all-reduce.
     """
 
     def __init__(self) -> None:
@@ -27,8 +23,6 @@ class Collectives(TorchDispatchMode):
         if space in ("c10d", "_c10d_functional"):
             plain = name.replace("all_reduce", "allreduce").replace("all_gather", "allgather").strip("_")
             kind = next((kind for kind in KINDS if plain.startswith(kind)), None)
-            if kind in ("send", "recv") and args[-1] == SWAP_TAG:
-                kind = "allreduce" if kind == "recv" else None
             if kind is not None:
                 self.counts[kind] += 1
             if kind == "alltoall":

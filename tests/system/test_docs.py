@@ -54,7 +54,7 @@ RUN_BY = {
     ],
     "test_examples.test_the_apex_script_learns_at_every_level": ["python examples/apex_migration.py"],
     "test_examples.test_the_scaler_example_shows_ranks_that_agree": [f"{ON_TWO} examples/torchs_scaler_diverges.py"],
-    "test_examples.test_prepared_tokens_are_what_is_trained_on": [
+    "test_prepare_data.test_prepared_tokens_are_what_is_trained_on": [
         f"{ON_FOUR} launch/train.py --tp 2 --pp 2 --data data/own"
     ],
     "test_launch_commands.expected": [f"{ON_FOUR} launch/train.py --tp 2 --pp 2"],

@@ -11,14 +11,14 @@ from system.test_layers import GRAPH, MODULES, TREES
 import paramp
 
 TWICE = {
-    *("_Given", "Block", "Difference"),
+    *("Block", "Difference"),
     *("chunks.py", "compare.py", "report.py"),
     *("step.py", "styles.py"),
 }
 """Classes and files of one name that are still to be renamed."""
 MANY_ARGUMENTS = {
     "ChunkRun",
-    *("Corpus", "LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
+    *("LoaderPosition", "ShardedSampler", "Place", "ExactReport", "Variant"),
     "Origin",
 }
 """Constructors with more than six arguments that are still to be split."""

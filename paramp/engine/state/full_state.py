@@ -47,41 +47,39 @@ def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | P
 @torch.no_grad()
 def _full_tensors(params: ParamChunks, *, averages: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of the whole model in turn, on the device of every rank; floating-point ones at least in fp32."""
-    own = _local_stages(params, averages=averages)
+    tensors = _local_tensors(params, averages=averages)
     stage_axis = params.context.stage_axis
     for rank in range(stage_axis.size):
-        description: list[Any] = [
-            [(name, params.shapes.get(name, value.shape), _stored(value.dtype)) for name, value in own.items()]
+        described: list[Any] = [
+            [(name, params.shapes.get(name, value.shape), _full_dtype(value.dtype)) for name, value in tensors.items()]
         ]
         if stage_axis.size > 1:
-            dist.broadcast_object_list(description, group=stage_axis.group, group_src=rank)
-        for name, shape, dtype in description[0]:
+            dist.broadcast_object_list(described, group=stage_axis.group, group_src=rank)
+        for name, shape, dtype in described[0]:
             if rank == stage_axis.rank:
-                value = full_tensor(own[name].detach()).reshape(shape).to(dtype).contiguous()
+                value = full_tensor(tensors[name].detach()).reshape(shape).to(dtype).contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=params.context.device)
             broadcast_(value, stage_axis.group, rank)
             yield name, value
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
+def _full_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _local_stages(params: ParamChunks, *, averages: bool) -> dict[str, torch.Tensor]:
+def _local_tensors(params: ParamChunks, *, averages: bool) -> dict[str, torch.Tensor]:
     """The tensors of this rank's stages, on the device, sharded or not."""
     weights, batch_axis = params.weights, params.context.batch_axis
     weights.put_back()
     masters = weights.full_precision(averages=averages)
     by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
-    own: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in params.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE):  # Transformer Engine's scales
             continue
-        if batch_axis.size > 1 and not isinstance(
-            value, nn.Parameter
-        ):  # running statistics differ between data ranks: the first rank's
-            value = value.clone()
+        if batch_axis.size > 1 and not isinstance(value, nn.Parameter):
+            value = value.clone()  # running statistics differ between data ranks: the first rank's
             broadcast_(value, batch_axis.group)
-        own[name] = by_parameter.get(id(value), value)
-    return own
+        tensors[name] = by_parameter.get(id(value), value)
+    return tensors

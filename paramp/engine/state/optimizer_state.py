@@ -69,7 +69,7 @@ class OptimizerState:
         return f"{param.optimizer}.{key}" if param.optimizer else key
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks of optimizer state on this rank. Of the ranks that hold the same chunk, one writes it.
+        """All chunks of this rank. Of the ranks that hold the same chunk, one writes it.
 
         Raises:
             CheckpointError: a state is neither a tensor nor a number, or a tensor of unknown layout.
@@ -117,30 +117,29 @@ class OptimizerState:
         # One value for the whole weight, such as a step count: equal on all ranks that step a part of it.
         return whole_chunk(name, value, written=self._params.writes(param) and param.own[0] == 0)
 
-    def check(self, header: Header) -> None:
+    def check_kind(self, header: Header) -> None:
         """Compare the checkpoint's optimizer with this one.
 
         Raises:
             CheckpointError: it is of another kind, has other groups, or has other state.
         """
-        own, groups, kind = self._groups(), header.values["groups"], header.values["optimizer"]
+        groups, saved, kind = self._groups(), header.values["groups"], header.values["optimizer"]
+        problem = None
         if kind != self.kind:
-            raise CheckpointError(
-                f"optimizer: got {self.kind}, expected the checkpoint's {kind}; use the same, or load with "
-                "weights_only=True"
-            )
-        if len(groups) != len(own):
-            raise CheckpointError(
-                f"optimizer: got {len(own)} param groups, expected the checkpoint's {len(groups)}; use the same "
-                "groups, or load with weights_only=True"
-            )
-        for group, saved in zip(own, groups, strict=True):
-            for key in STATE_OPTIONS:
-                if bool(saved.get(key)) != bool(group.get(key)):
-                    raise CheckpointError(
-                        f"optimizer: got {key}={group.get(key)!r}, expected the checkpoint's {saved.get(key)!r}: "
-                        "it changes which state exists; set the same, or load with weights_only=True"
-                    )
+            problem = f"{self.kind}, expected the checkpoint's {kind}; use the same"
+        elif len(saved) != len(groups):
+            problem = f"{len(groups)} param groups, expected the checkpoint's {len(saved)}; use the same groups"
+        else:
+            for group, options in zip(groups, saved, strict=True):
+                for key in STATE_OPTIONS:
+                    got, expected = group.get(key), options.get(key)
+                    if bool(expected) != bool(got) and problem is None:
+                        problem = (
+                            f"{key}={got!r}, expected the checkpoint's {expected!r}: it changes which state exists; "
+                            "set the same"
+                        )
+        if problem is not None:
+            raise CheckpointError(f"optimizer: got {problem}, or load with weights_only=True")
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: Sequence[bool]) -> None:
         """Fill the optimizers' state, and set their groups' options; ``read`` fills chunks, a collective.

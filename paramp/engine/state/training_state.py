@@ -111,7 +111,7 @@ class TrainingState:
         """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
         self._model.check_names(header)
         if everything:
-            self._optimizer.check(header)
+            self._optimizer.check_kind(header)
         self._model.load(fill, header)
         if self._averages is not None:
             self._averages.load(fill, header, everything=everything)

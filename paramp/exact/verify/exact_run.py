@@ -12,14 +12,14 @@ import torch
 from ...config.reproducible import Reproducible
 from ...config.schema import Config
 from ...distributed.context import ParallelContext
-from ...tools.verify.activation_recorder import RankRecord, own_modules
+from ...tools.verify.activation_recorder import RankRecord, local_modules
 from ...tools.verify.compare import layout_name
 from ...tools.verify.launch import digest_of, local_rows, prepared
 from ...tools.verify.options import Options
-from .compare import compare_exactly
-from .recorder import ExactRecorder
-from .report import ExactReport
-from .trace import TraceWriter, read
+from .bits_report import ExactReport
+from .compare_bits import compare_exactly
+from .exact_recorder import ExactRecorder
+from .tensor_trace import TraceWriter, read
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1
@@ -44,7 +44,7 @@ def train_exactly(options: Options, context: ParallelContext, num_microbatches: 
     engine, batches, record = prepared(options, context, 2 * least, least, adamw)
     record.microbatch_size = chunk
     writer = TraceWriter(trace)
-    with ExactRecorder(engine, own_modules(engine, record), writer) as recorder:
+    with ExactRecorder(engine, local_modules(engine, record), writer) as recorder:
         for step, batch in enumerate(batches, start=1):
             record.batches.append(digest_of(batch))
             size = batch.size // num_calls

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from ...base.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
 from ...base.dtensor import is_dtensor, of_spec, wrap
-from ...base.local_leaves import SPECS, local_in_graph, remember
 from ...base.torch_internals import older_than, take
 
 if TYPE_CHECKING:
@@ -99,9 +98,7 @@ def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
-    """The local tensor of ``weight``: a view, whose gradient is a DTensor, or what is in the graph in its place.
-
-    The latter is described in :mod:`paramp.base.local_leaves`.
+    """The local tensor of ``weight``: a view, whose gradient is a DTensor.
 
     Args:
         is_partial: each rank's gradient is a part of a sum, as where it applies a replicated ``weight`` to its slice.
@@ -109,8 +106,7 @@ def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
     """
     if not is_dtensor(weight):  # a compiled block has the local tensors in the place of its parameters
         return weight
-    own = None if is_partial else local_in_graph(weight)
-    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial)) if own is None else own
+    return cast(torch.Tensor, _LocalShard.apply(weight, is_partial))
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange) -> torch.Tensor:
@@ -197,13 +193,12 @@ def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int, specs: 
     if torch.compiler.is_compiling():
         return _from_local(part, mesh, dim, size)
     spec = specs.get((part.shape, dim))
-    whole = _from_local(part, mesh, dim, size) if spec is None else of_spec(part, spec)
-    if spec is None:
-        if len(specs) >= MANY_SHAPES:
-            specs.clear()
-        specs[part.shape, dim] = whole._spec
-    vars(whole)[SPECS] = specs
-    remember(whole, part)
+    if spec is not None:
+        return of_spec(part, spec)
+    whole = _from_local(part, mesh, dim, size)
+    if len(specs) >= MANY_SHAPES:
+        specs.clear()
+    specs[part.shape, dim] = whole._spec
     return whole
 
 

@@ -5,7 +5,7 @@ Source: Shoeybi et al., *Megatron-LM*, 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -17,11 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ...base.collectives import all_reduce_
-from ...base.dtensor import full_tensor, is_dtensor
+from ...base.dtensor import full_tensor, is_dtensor, wrap
 from ...base.errors import ConfigError
-from ...base.local_leaves import SPECS, grad, register_hook, with_local
 from ...base.torch_internals import take
-from .differentiable_collectives import as_shards, local_shard
+from .differentiable_collectives import local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
 _reduction = take("torch.nn._reduction")
 
 tree_map_only = take("torch.utils._pytree.tree_map_only")
-
-
-SHARING = "_paramp_reshaped"
-"""The attribute of DTensors whose memory :func:`_reshaped` shares: a list, empty until one of them was changed.
-
-Autograd does not know that they share it, so the others would have the new values without the new graph.
-"""
 
 
 @contextmanager
@@ -58,33 +50,8 @@ class _ShardedVocabulary(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharing = [*_sharing((*args, *kwargs.values()))]
-        if not sharing:
-            return self._run(func, args, kwargs)
-        if any(vars(tensor)[SHARING] for tensor in sharing) and func.__name__ != "__get__":
-            raise RuntimeError(
-                "criterion: the logits were changed in place through another view of the same memory (view, reshape or "
-                "flatten), expected changes of new tensors where the vocabulary is sharded, such as logits = logits / 2"
-            )
-        nodes = [tensor.grad_fn for tensor in sharing]
-        output = self._run(func, args, kwargs)
-        for tensor, node in zip(sharing, nodes, strict=True):
-            if tensor.grad_fn is not node:
-                vars(tensor)[SHARING].append(True)
-                vars(tensor)[SHARING] = []
-        return output
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._computes and func is F.cross_entropy and has_sharded_classes(args[0] if args else kwargs.get("input")):
             return cross_entropy(*args, **kwargs)
-        if func is torch.autograd.grad:
-            return grad(func, *args, **kwargs)
-        if func is torch.Tensor.register_hook and is_dtensor(args[0]):
-            return register_hook(func, *args, **kwargs)
-        if func in (torch.Tensor.flatten, torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
-            shape = _shape_of_rows(func, *args)
-            if shape is not None:
-                return _reshaped(args[0], shape)
         output = func(*args, **kwargs)
         if not self._others:
             return output
@@ -93,46 +60,9 @@ class _ShardedVocabulary(TorchFunctionMode):
         return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if isinstance(output, tuple) else output
 
 
-def _sharing(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those of ``values``, or the tensors that they are views of, that share their memory with other DTensors."""
-    for value in values:
-        if is_dtensor(value):
-            base = value if value._base is None else value._base
-            if SHARING in vars(base):
-                yield base
-        elif isinstance(value, (tuple, list)):
-            yield from _sharing(value)
-        elif isinstance(value, dict):
-            yield from _sharing(value.values())
-
-
 def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
     sharded = is_dtensor(tensor) and any(kind.is_shard() for kind in tensor.placements)
     return tensor if sharded else full_tensor(tensor)
-
-
-def _shape_of_rows(func: Any, logits: torch.Tensor, *args: Any) -> list[int] | None:
-    """The dims before the last that ``func`` gives ``logits``, sharded over their last dim, which it keeps; else None.
-
-    At most one is -1.
-    """
-    if not is_dtensor(logits) or len(logits.placements) > 1 or not logits.placements[0].is_shard(logits.ndim - 1):
-        return None
-    if func is torch.Tensor.flatten:
-        return [-1] if args in ((0, -2), (0, logits.ndim - 2)) else None
-    sizes = [*args[0]] if len(args) == 1 and isinstance(args[0], (tuple, list)) else [*args]
-    return sizes[:-1] if len(sizes) > 1 and sizes[-1] == logits.shape[-1] else None
-
-
-def _reshaped(logits: DTensor, shape: list[int]) -> torch.Tensor:
-    """``logits`` with the dims ``shape`` before the last, over which they are sharded, without DTensor's dispatch."""
-    rows = local_shard(logits)
-    rows = rows.reshape(*shape, rows.shape[-1])
-    base = logits if logits._base is None else logits._base
-    specs = vars(base).setdefault(SPECS, {})
-    whole = as_shards(rows, logits.device_mesh, rows.ndim - 1, logits.shape[-1], specs)
-    vars(whole)[SHARING] = vars(base).setdefault(SHARING, [])
-    return whole
 
 
 def _class_dim(logits: torch.Tensor) -> int:
@@ -346,7 +276,7 @@ def mask_tail(logits: torch.Tensor, size: int) -> torch.Tensor:
         offset = mesh.get_local_rank(shard) * chunk
     part = local_shard(logits)
     masked = _mask_from(part, max(0, size - offset))
-    return logits if masked is part else with_local(logits, masked)
+    return logits if masked is part else wrap(masked, logits)
 
 
 def _mask_from(logits: torch.Tensor, start: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ class ActivationRecorder:
 
     def __init__(self, engine: Engine, record: RankRecord) -> None:
         self.record = record
-        own = own_modules(engine, record)
+        own = local_modules(engine, record)
         self._device, self._observers = engine.context.device, engine.observers
         self._microbatch: int | None = None
         self._calls: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class ActivationRecorder:
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
 
 
-def own_modules(engine: Engine, record: RankRecord) -> list[tuple[str, nn.Module]]:
+def local_modules(engine: Engine, record: RankRecord) -> list[tuple[str, nn.Module]]:
     """This rank's modules, each under its first name; ``record`` gets what tells how their outputs are joined."""
     own = [(name, module) for name, module in engine.module.named_modules() if not isinstance(module, PassThrough)]
     every = engine.module.named_modules(remove_duplicate=False)

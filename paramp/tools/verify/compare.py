@@ -156,15 +156,21 @@ def _add_output(
     layer: Layer, parts: list[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: RankRecord, report: Report
 ) -> None:
     """Record in ``layer`` the distance of its output, ``parts`` of the tensor ranks, from ``whole``."""
-    if _has_nan_or_inf(whole) and any(_has_nan_or_inf(part) for part in parts):
+    # Minus infinity alone may be a mask.
+    bad = [bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in (whole, *parts)]
+    if bad[0] and any(bad[1:]):
         layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
         _add_distance(layer, "forward", None)
         return
-    distance = _distance_of_parts(parts, whole, {*holder.packed, holder.microbatch_size} - {0, 1})
-    if distance is None:
+    if all(part.shape == whole.shape for part in parts):
+        distances = [max(relative(part, whole) for part in parts)]
+    else:
+        packed = {*holder.packed, holder.microbatch_size} - {0, 1}
+        distances = [relative(tensor, whole) for tensor in joined(parts, whole, packed)]
+    if not distances:
         layer.problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
         return
-    units = distance / report.unit
+    units = min(distances) / report.unit
     if layer.forward is None or (units > layer.forward and not layer.exceeds("forward", report.tolerance)):
         layer.forward, layer.microbatch = units, microbatch
 
@@ -224,13 +230,6 @@ def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -
     return difference / norm if norm and math.isfinite(difference) else math.inf
 
 
-def _distance_of_parts(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> float | None:
-    """The relative distance of the tensor ranks' copies or shards from ``whole``; None if the shapes do not match."""
-    if all(part.shape == whole.shape for part in parts):
-        return max(relative(part, whole) for part in parts)
-    return min((relative(tensor, whole) for tensor in joined(parts, whole, packed)), default=None)
-
-
 def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> Iterator[torch.Tensor]:
     """The shards ``parts`` of ``whole`` joined in each way in which it may have been sharded.
 
@@ -248,11 +247,6 @@ def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[
     for count in packed:
         if len(sizes) == 1 and not min(sizes) % count:
             yield torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
-
-
-def _has_nan_or_inf(tensor: torch.Tensor) -> bool:
-    """Whether an element is NaN or plus infinity; minus infinity alone may be a mask."""
-    return bool((tensor.isnan() | tensor.isposinf()).any())
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -168,11 +168,13 @@ class Report:
         return f"{self.layout} {'follows' if self.ok else 'does not follow'} the single process"
 
     def _where(self, layer: Layer, what: str) -> str:
-        if what == "forward":
-            return f"forward, microbatch {layer.microbatch} of step 1"
-        if what == "gradient":
-            return "gradient of step 1"
-        return "weights after step 1" if what == "step" else f"weights after {self.steps} steps"
+        places = {
+            "forward": f"forward, microbatch {layer.microbatch} of step 1",
+            "gradient": "gradient of step 1",
+            "step": "weights after step 1",
+            "weights": f"weights after {self.steps} steps",
+        }
+        return places[what]
 
 
 def _short(value: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import itertools
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -105,7 +106,7 @@ def _takes(found: Any, num_arguments: int) -> bool:
     except TypeError:
         return False
     except ValueError:  # some built-in functions have no signature
-        return True
+        pass
     return True
 
 
@@ -139,21 +140,21 @@ def load_batches(options: Options, model: nn.Module, seed: int, size: int) -> It
             tokens = torch.randint(0, vocabulary, (size, options.seq_len + 1), generator=generator)
             yield Batch.of(tokens[:, :-1], tokens[:, 1:])
         return
-    found = load_attribute(options.batches, "batches")
-    if not (_takes(found, 1) if callable(found) else isinstance(found, Iterable)):
+    source = load_attribute(options.batches, "batches")
+    if not (_takes(source, 1) if callable(source) else isinstance(source, Iterable)):
         expected = "a function of the step, or an iterable"
-        raise ConfigError(f"batches: {options.batches!r} is {type(found).__name__}, expected {expected}")
-    iterator = None if callable(found) else iter(found)
+        raise ConfigError(f"batches: {options.batches!r} is {type(source).__name__}, expected {expected}")
+    iterator = map(source, itertools.count(1)) if callable(source) else iter(source)
     for step in range(1, options.steps + 1):
-        given = found(step) if iterator is None else next(iterator, None)
-        if given is None:
+        value = next(iterator, None)
+        if value is None:
             raise ConfigError(f"batches: {options.batches!r} has {step - 1} batches, expected {options.steps}")
-        if not isinstance(given, Mapping) and not (isinstance(given, (tuple, list)) and len(given) == 2):
+        if not isinstance(value, Mapping) and not (isinstance(value, (tuple, list)) and len(value) == 2):
             expected = "a pair (inputs, target), or a mapping of the model's keyword inputs"
-            got = type(given).__name__
+            got = type(value).__name__
             raise ConfigError(f"batches: {options.batches!r} gave {got} for step {step}, expected {expected}")
         try:
-            batch = Batch.of(given) if isinstance(given, Mapping) else Batch.of(*given)
+            batch = Batch.of(value) if isinstance(value, Mapping) else Batch.of(*value)
             batch.rows(slice(0, batch.size))
         except ConfigError as error:
             raise ConfigError(f"batches: {options.batches!r}, step {step}: {error}") from None

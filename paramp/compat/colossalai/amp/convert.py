@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ....base.errors import ConfigError
+from ....base.module_surgery import names_by_parameter
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
-from ....optim.user_optimizer import check_elementwise, check_optimizer, names_by_parameter, repoint, warn_of_eps
+from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
 from ....pipeline.stage import Stage
 from ....precision.policy import Precision
 from ...foreign_names import AMP_TYPE

@@ -15,8 +15,8 @@ import torch
 from ...checkpoint.chunks import ranges
 from ...tools.verify.activation_recorder import RankRecord
 from ...tools.verify.compare import check_same_start, has_all, joined
-from .report import Difference, ExactReport, described
-from .trace import KINDS, OF_MODULES, Entry, Key
+from .bits_report import ExactReport, TensorDifference, described
+from .tensor_trace import KINDS, OF_MODULES, Entry, Key
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype of the same bits, by the size of an element."""
@@ -140,9 +140,9 @@ def different(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _difference(
     key: Key, expected: torch.Tensor, actual: torch.Tensor, ranks: torch.Tensor, where: torch.Tensor
-) -> Difference:
+) -> TensorDifference:
     index = tuple(where.nonzero()[0].tolist())
-    return Difference(
+    return TensorDifference(
         key=key,
         ranks=sorted(set(ranks[where].tolist())),
         num_different=int(where.sum()),

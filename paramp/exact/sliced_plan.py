@@ -11,12 +11,15 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence
-from .place import Place
-from .styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
+from .forwards import Forwards
+from .sliced_styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
 
 
 def sliced_plan(
-    model: nn.Module, styles: Mapping[str, ParallelStyle], with_sequence: Mapping[str, ParallelStyle], place: Place
+    model: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    with_sequence: Mapping[str, ParallelStyle],
+    forwards: Forwards,
 ) -> dict[str, ParallelStyle]:
     """The styles in slices for ``styles``, those of the layout.
 
@@ -27,16 +30,20 @@ def sliced_plan(
     Raises:
         ConfigError: a style or a layer cannot be cut.
     """
-    found = {name: _sliced(name, model.get_submodule(name), style, place) for name, style in styles.items()}
+    found = {name: _sliced(name, model.get_submodule(name), style, forwards) for name, style in styles.items()}
     for name, style in with_sequence.items():
         module = model.get_submodule(name)
         if name not in found and isinstance(style, SliceOfSequence) and module._parameters:
-            found[name] = SlicedSequence(place)
+            found[name] = SlicedSequence(forwards)
     for name, style in found.items():
         if isinstance(style, SlicedStyle):
             style.check(name, model.get_submodule(name))
     _check_slices_of_sequence(model, styles)
-    return {name: style for name, style in found.items() if place.tensor_size > 1 or isinstance(style, SlicedStyle)}
+    return {
+        name: style
+        for name, style in found.items()
+        if forwards.layout.tensor_size > 1 or isinstance(style, SlicedStyle)
+    }
 
 
 def _check_slices_of_sequence(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
@@ -58,8 +65,8 @@ def _check_slices_of_sequence(model: nn.Module, styles: Mapping[str, ParallelSty
             )
 
 
-def _sliced(name: str, module: nn.Module, style: ParallelStyle, place: Place) -> ParallelStyle:
-    if place.sequence_parallel and type(style) is ShardedRandom and ".lora_dropout." in name:
+def _sliced(name: str, module: nn.Module, style: ParallelStyle, forwards: Forwards) -> ParallelStyle:
+    if forwards.layout.sequence_parallel and type(style) is ShardedRandom and ".lora_dropout." in name:
         raise ConfigError(
             f"reproducible: {name!r} is dropout of what is sharded over the sequence in some layers and over the "
             "features in others, expected none under parallel.sequence_parallel; set lora_dropout to 0"
@@ -67,23 +74,23 @@ def _sliced(name: str, module: nn.Module, style: ParallelStyle, place: Place) ->
     if isinstance(style, (ShardedRandom, ScatterSequence, GatherSequence)):
         return style
     if type(style) is SliceOfSequence and not any(True for child in module.children() for _ in child.parameters()):
-        return SlicedSequence(place, sequence=True) if module._parameters else ShardedRandom()
+        return SlicedSequence(forwards, sequence=True) if module._parameters else ShardedRandom()
     is_linear = has_forward_of(module, nn.Linear)
     if type(style) is Colwise and is_linear:
         layout, own = style.input_layouts[0], style.use_local_output
         gathers = style.output_layouts[0].is_replicate()
-        return SlicedColwise(place, sequence=not layout.is_replicate(), gathers=gathers, logits=not own)
+        return SlicedColwise(forwards, sequence=not layout.is_replicate(), gathers=gathers, logits=not own)
     if type(style) is Rowwise:
         sequence, scatters = not style.output_layouts[0].is_replicate(), style.input_layouts[0].is_replicate()
         if is_linear:
-            return SlicedRowwise(place, sequence=sequence, scatters=scatters)
+            return SlicedRowwise(forwards, sequence=sequence, scatters=scatters)
         if has_forward_of(module, nn.Embedding):
-            return SlicedRows(place, sequence=sequence)
+            return SlicedRows(forwards, sequence=sequence)
     if is_linear or is_conv1d(module):
         if type(style) is PackedRowwise:
-            return SlicedRowwise(place, parts=style.parts)
+            return SlicedRowwise(forwards, parts=style.parts)
         if type(style) is PackedColwise:
-            return SlicedColwise(place, parts=style.parts)
+            return SlicedColwise(forwards, parts=style.parts)
     raise ConfigError(
         f"reproducible: the plan has for {name!r}, a {type(module).__name__}, the style {type(style).__name__}, which "
         "cannot be computed in slices; leave it out of the plan (plan={} for a model without tensor ranks), or set "

@@ -16,12 +16,12 @@ from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
 from ..parallel.tensor import sharded_loss as any_order
 from ..parallel.tensor.sharded_loss import group_of_classes, has_sharded_classes
-from .place import Place
+from .exact_layout import ExactLayout
 from .tree_sum import sum_over, tree_sum
 
 
 def cross_entropy(
-    place: Place,
+    layout: ExactLayout,
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -33,7 +33,7 @@ def cross_entropy(
 ) -> torch.Tensor:
     """:func:`torch.nn.functional.cross_entropy`, of logits with whole or sharded classes.
 
-    If the number of classes is no multiple of the slices of ``place``, whole classes are one slice. The gradient has
+    If the number of classes is no multiple of the slices of ``layout``, whole classes are one slice. The gradient has
     the dtype and the layout of ``input``.
 
     Args:
@@ -55,7 +55,7 @@ def cross_entropy(
         if target.is_floating_point():
             options = size_average, ignore_index, reduce, reduction, label_smoothing
             return F.cross_entropy(input, full_tensor(target), full_tensor(weight), *options)
-    slices = any_order.Slices(_own_slices(place, input), _sum_in_tree)
+    slices = any_order.Slices(_own_slices(layout, input), _sum_in_tree)
     options = size_average, ignore_index, reduce, reduction, label_smoothing
     return any_order.cross_entropy(input, target, weight, *options, slices=slices)
 
@@ -75,17 +75,17 @@ def _sum_in_tree(terms: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
     return sum_over(tree_sum(terms), group)
 
 
-def _own_slices(place: Place, logits: torch.Tensor) -> int:
+def _own_slices(layout: ExactLayout, logits: torch.Tensor) -> int:
     """The slices into which this rank's classes of ``logits`` are cut."""
     num_classes, group = logits.shape[1 if logits.ndim > 1 else 0], group_of_classes(logits)
     size = 1 if group is None else group.size()
-    if num_classes % place.slices == 0 and place.slices % size == 0:
-        return place.slices // size
+    if num_classes % layout.slices == 0 and layout.slices % size == 0:
+        return layout.slices // size
     if size == 1:
         return 1
     raise ConfigError(
         f"criterion: cross_entropy got logits of {num_classes} classes sharded over {size} ranks, expected classes "
-        f"that divide by reproducible.slices = {place.slices}, and slices that divide by the ranks; pad the vocabulary "
-        f"to {-(-num_classes // place.slices) * place.slices} classes, or give the logits' module the style "
-        "'colwise_gather' in the plan"
+        f"that divide by reproducible.slices = {layout.slices}, and slices that divide by the ranks; pad the "
+        f"vocabulary to {-(-num_classes // layout.slices) * layout.slices} classes, or give the logits' module the "
+        "style 'colwise_gather' in the plan"
     )

@@ -1,12 +1,11 @@
 """Tensor-parallel styles that compute in slices, on one tensor rank as on several (:mod:`.slices`).
 
-Each stands for a style of a plan. The sharded dim of a layer is cut into ``place.slices`` slices, of which each tensor
+Each stands for a style of a plan. The sharded dim of a layer is cut into ``layout.slices`` slices, of which each tensor
 rank has the same number; without a tensor axis this rank has all of them, and its parameters stay plain tensors.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -21,8 +20,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, run_within, unbound
 from ..parallel.tensor.differentiable_collectives import Specs, as_shards, gather, local_shard, own_slice
 from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
-from .functions import unwatched
-from .place import Place
+from .exact_layout import ExactLayout
+from .forwards import Forwards
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
 if TYPE_CHECKING:
@@ -35,25 +34,14 @@ def parameter_of(module: nn.Module, name: str) -> torch.Tensor | None:
     return local_shard(cast(Any, value)) if is_dtensor(value) else value
 
 
-def _unwatched(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``forward``, whose calls of torch run as they are: their shapes are those of slices."""
-
-    @functools.wraps(forward)
-    def run(module: nn.Module, *args: Any) -> torch.Tensor:
-        with unwatched():
-            return forward(module, *args)
-
-    return run
-
-
 class SlicedStyle(ParallelStyle):
     """A style that computes in slices. ``device_mesh`` is None without a tensor axis."""
 
-    def __init__(self, place: Place, *, parts: int = 1, sequence: bool = False) -> None:
+    def __init__(self, forwards: Forwards, *, parts: int = 1, sequence: bool = False) -> None:
         """``parts``: the fused outputs or inputs of the layer; ``sequence``: its whole side (the input of a
         colwise layer, the output of a rowwise one) is a slice of the sequence."""
         super().__init__()
-        self.place = place
+        self._forwards, self.layout = forwards, forwards.layout
         self.parts = parts
         self.sequence = sequence
 
@@ -64,11 +52,11 @@ class SlicedStyle(ParallelStyle):
         raise NotImplementedError
 
     def _check_size(self, name: str, what: str, size: int) -> None:
-        slices = self.parts * self.place.slices
+        slices = self.parts * self.layout.slices
         if size % slices:
             raise ConfigError(
-                f"reproducible.slices: got {self.place.slices}, but {name!r} has {size} {what}, expected a multiple of "
-                f"{slices}; choose fewer slices, a power of two of at least the tensor ranks that you will use"
+                f"reproducible.slices: got {self.layout.slices}, but {name!r} has {size} {what}, expected a multiple "
+                f"of {slices}; choose fewer slices, a power of two of at least the tensor ranks that you will use"
             )
 
     def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh | None) -> None:
@@ -85,17 +73,16 @@ class SlicedStyle(ParallelStyle):
 class SlicedColwise(SlicedStyle):
     """A linear layer whose outputs are cut: its input's gradient is a sum over slices."""
 
-    def __init__(self, place: Place, *, gathers: bool = False, logits: bool = False, **options: Any) -> None:
+    def __init__(self, forwards: Forwards, *, gathers: bool = False, logits: bool = False, **options: Any) -> None:
         """``gathers``: every rank gets all outputs; ``logits``: they stay a DTensor on several ranks."""
-        super().__init__(place, **options)
+        super().__init__(forwards, **options)
         self.gathers, self.logits = gathers, logits
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "outputs", module.get_parameter("weight").shape[1 if is_conv1d(module) else 0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
-        place, parts, dim = self.place, self.parts, 1 if is_conv1d(module) else 0
+        layout, parts, dim = self.layout, self.parts, 1 if is_conv1d(module) else 0
         self._shard(module, "weight", dim, device_mesh)
         self._shard(module, "bias", 0, device_mesh)
         specs: Specs = {}
@@ -103,36 +90,34 @@ class SlicedColwise(SlicedStyle):
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             weight, bias = self._part(module, "weight", dim), self._part(module, "bias", 0)
             assert weight is not None
-            count, group = place.own_slices, place.tensor_group
+            count, group = layout.local_slices, layout.tensor_group
             inputs = fan_out(x, count, group, sequence=self.sequence and group is not None)
             weight = (weight.t() if dim else weight).to(inputs[0].dtype)
             weights = split(weight, count, 0, parts)
             biases = [None] * count if bias is None else split(bias.to(inputs[0].dtype), count, 0, parts)
             output = join([F.linear(*one) for one in zip(inputs, weights, biases, strict=True)], -1, parts)
-            place.sharded_features, place.parts = not (self.gathers or self.logits), parts
             if group is None or device_mesh is None:
                 return output
             if self.gathers:
                 return gather(output, group, -1)
             return as_shards(output, device_mesh, -1, output.shape[-1] * group.size(), specs) if self.logits else output
 
-        return replace_forward(module, _unwatched(forward))
+        return replace_forward(module, self._forwards.of_layer(forward, 0 if self.gathers or self.logits else parts))
 
 
 class SlicedRowwise(SlicedStyle):
     """A linear layer whose inputs are cut: its output is a sum over slices."""
 
-    def __init__(self, place: Place, *, scatters: bool = False, **options: Any) -> None:
+    def __init__(self, forwards: Forwards, *, scatters: bool = False, **options: Any) -> None:
         """``scatters``: the input is whole on every rank."""
-        super().__init__(place, **options)
+        super().__init__(forwards, **options)
         self.scatters = scatters
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "inputs", module.get_parameter("weight").shape[0 if is_conv1d(module) else 1])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
-        place, parts, dim = self.place, self.parts, 0 if is_conv1d(module) else 1
+        layout, parts, dim = self.layout, self.parts, 0 if is_conv1d(module) else 1
         self._shard(module, "weight", dim, device_mesh)
         if device_mesh is not None:
             from torch.distributed.tensor import Replicate
@@ -142,8 +127,7 @@ class SlicedRowwise(SlicedStyle):
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             weight, bias = self._part(module, "weight", dim), parameter_of(module, "bias")
             assert weight is not None
-            count, group = place.own_slices, place.tensor_group
-            place.sharded_features = False
+            count, group = layout.local_slices, layout.tensor_group
             if self.scatters and group is not None:
                 x = own_slice(x, group, -1)
             dtype, sequence = compute_dtype(x), self.sequence and group is not None
@@ -151,22 +135,21 @@ class SlicedRowwise(SlicedStyle):
             terms = [F.linear(*one) for one in zip(split(x.to(dtype), count, -1, parts), weights, strict=True)]
             total = sum_slices(terms, group, sequence=sequence)
             if bias is not None:
-                pieces = slices_of_sequence(total, place, sharded=sequence)
+                pieces = slices_of_sequence(total, layout, sharded=sequence)
                 total = add_bias(total, bias, pieces, group if sequence else None)
             return total.to(terms[0].dtype)
 
-        return replace_forward(module, _unwatched(forward))
+        return replace_forward(module, self._forwards.of_layer(forward, 0))
 
 
 class SlicedRows(SlicedStyle):
     """An Embedding whose rows are sharded. A row is looked up as it is, so nothing is cut."""
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "embeddings", module.get_parameter("weight").shape[0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
-        group = self.place.tensor_group
+        group = self.layout.tensor_group
         self._shard(module, "weight", 0, device_mesh)
 
         def forward(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -177,14 +160,14 @@ class SlicedRows(SlicedStyle):
             with with_parameters(module, {"weight": weight}):
                 return sum_rows(look_up(module, tokens, group), group, sequence=self.sequence)
 
-        return replace_forward(module, _unwatched(forward))
+        return replace_forward(module, self._forwards.of_layer(forward))
 
 
 class SlicedSequence(SlicedStyle):
     """A module with replicated parameters that is applied to slices of the sequence, such as a norm."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
-        place = self.place
+        layout = self.layout
         replaced = vars(module).get("forward")
         run = type(module).forward if replaced is None else unbound(replaced, module)
         if device_mesh is not None:
@@ -197,8 +180,8 @@ class SlicedSequence(SlicedStyle):
             first = None if args else next(iter(kwargs))  # the name of what is given by keyword
             x = args[0] if first is None else kwargs[first]
             _check_others(module, [*args[1:], *(value for name, value in kwargs.items() if name != first)])
-            sharded = self.sequence and place.tensor_group is not None
-            count, group = slices_of_sequence(x, place, sharded=sharded), place.tensor_group if sharded else None
+            sharded = self.sequence and layout.tensor_group is not None
+            count, group = slices_of_sequence(x, layout, sharded=sharded), layout.tensor_group if sharded else None
             own = {name: parameter_of(module, name) for name, value in module._parameters.items() if value is not None}
             aliases = {
                 name: fan_out(value, count, group, dtype=value.dtype)
@@ -223,19 +206,19 @@ def _check_others(module: nn.Module, values: Sequence[Any]) -> None:
         )
 
 
-def slices_of_sequence(x: torch.Tensor, place: Place, *, sharded: bool) -> int:
+def slices_of_sequence(x: torch.Tensor, layout: ExactLayout, *, sharded: bool) -> int:
     """The slices into which this rank cuts the sequence, dim 1 of ``x``, of which it has a part if it is ``sharded``.
 
     Raises:
         ConfigError: the sequence is sharded, and does not divide into the slices.
     """
-    count = place.own_slices if sharded else place.slices
+    count = layout.local_slices if sharded else layout.slices
     length = x.shape[1] if x.ndim > 2 else 0
     if length and length % count == 0:
         return count
     if sharded:
         raise ConfigError(
-            f"sequence of {length * place.tensor_size}: expected a multiple of reproducible.slices {place.slices} "
+            f"sequence of {length * layout.tensor_size}: expected a multiple of reproducible.slices {layout.slices} "
             "under sequence_parallel"
         )
     return 1

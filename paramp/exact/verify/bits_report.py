@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .trace import KINDS, OF_MODULES, Key
+from .tensor_trace import KINDS, OF_MODULES, Key
 
 SHOWN = 8
 """Names that are listed of what was not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class TensorDifference:
     """A tensor that has other bits in the sharded run."""
 
     key: Key
@@ -62,7 +62,7 @@ class ExactReport:
     layout: str
     precision: str
     steps: int
-    first: Difference | None = None
+    first: TensorDifference | None = None
     """In the order in which a step computes (:data:`~.trace.KINDS`), step by step."""
     num_compared: Counter[str] = field(default_factory=Counter)
     """Tensors by kind. ``num_different``: those of them whose bits differ."""

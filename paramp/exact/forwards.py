@@ -1,0 +1,155 @@
+"""Which forwards run in a microchunk: how often each module has run, and whether its features are sharded."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import run_within
+from ..base.torch_internals import expect
+from .exact_layout import ExactLayout, Position
+
+expect("torch._C._current_graph_task_id", "torch._C.DisableTorchFunction")
+
+
+@dataclass
+class Forward:
+    """One forward of the module ``name``: how many of this microchunk were before, and the draws in this one."""
+
+    name: str
+    index: int
+    draws: int = 0
+
+
+class Forwards:
+    """The forwards of this rank's modules, in microchunks and where activation checkpointing computes them again.
+
+    Attributes:
+        layout: of this rank.
+        position: a function that returns the position in the run.
+        fused: 0 if activations have all features. Behind a colwise layer of the plan, until a rowwise one, they may be
+            sharded in their features or heads, on one tensor rank too: then the number of its fused outputs, 3 for
+            query, key and value, each of which is sharded. A plain tensor does not show it.
+    """
+
+    def __init__(self, layout: ExactLayout, position: Callable[[], Position] = Position) -> None:
+        self.layout, self.position, self.fused = layout, position, 0
+        self._running: list[Forward] = []
+        self._counts: Counter[str] = Counter()
+        self._repeated: set[str] = set()
+        self._inside: dict[str, set[str]] = {}
+        """The modules in a module, by name."""
+        self._earlier: dict[tuple[int, str], dict[str, int]] = {}
+        """By the first sample of a microchunk and a module that ran: forwards of the modules in it that were before."""
+        self._fused_at: dict[str, int] = {}
+        """``fused`` where a module ran."""
+        self._again: Counter[str] = Counter()
+        """As ``_counts``, of what is computed again in the backward."""
+
+    def watch(self, module: nn.Module, name_of: Mapping[nn.Module, str]) -> None:
+        """Count the forwards of ``module`` and its submodules from now on, by their names in the whole model.
+
+        Call it before activation checkpointing is applied, which computes the forward again that it finds.
+        """
+        for child in module.modules():
+            if child in name_of:
+                self._inside[name_of[child]] = {name_of[inner] for inner in child.modules() if inner in name_of}
+                run_within(child, lambda module: self._forward(name_of[module]))
+
+    @contextmanager
+    def _forward(self, name: str) -> Iterator[None]:
+        first_sample = self.position().first_sample
+        if is_recomputing():
+            if not self._running:
+                self._again = Counter(self._earlier.get((first_sample, name), {}))
+                self.fused = self._fused_at.get(name, 0)
+            counts = self._again
+        else:
+            counts = self._counts
+            if counts[name]:
+                self._repeated.add(name)
+            else:
+                self._fused_at[name] = self.fused
+                self._earlier.pop((first_sample, name), None)
+                if before := {one: counts[one] for one in self._inside[name] if counts[one]}:
+                    self._earlier[first_sample, name] = before
+        index = counts[name]
+        counts[name] += 1
+        self._running.append(Forward(name, index))
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def of_layer(self, forward: Callable[..., torch.Tensor], leaves: int | None = None) -> Callable[..., torch.Tensor]:
+        """``forward`` of a layer of the plan, whose calls of torch run as they are: their shapes are those of slices.
+
+        ``leaves``: :attr:`fused` behind it; None: as before.
+        """
+
+        @functools.wraps(forward)
+        def run(module: nn.Module, *args: object) -> torch.Tensor:
+            with unwatched():
+                output = forward(module, *args)
+            if leaves is not None:
+                self.fused = leaves
+            return output
+
+        return run
+
+    def begin(self) -> None:
+        """A forward of another microchunk begins, or one outside of microchunks."""
+        self._counts.clear()
+        self.fused = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank may have a part of the features or heads of activations."""
+        return bool(self.fused) and self.layout.tensor_size > 1
+
+    @property
+    def module(self) -> str:
+        """The name of the innermost module whose forward runs, for messages."""
+        return repr(self._running[-1].name) if self._running else "the code outside of the model's modules"
+
+    @property
+    def innermost(self) -> str:
+        """The name of the innermost module whose forward runs; empty outside of the model's modules."""
+        return self._running[-1].name if self._running else ""
+
+    def drawing(self) -> Forward:
+        """The forward that draws a mask.
+
+        Raises:
+            ConfigError: none runs, or it is computed again and which one it is of several is not known.
+        """
+        again = is_recomputing()
+        if not self._running:
+            how = "is computed again in the backward" if again else "runs"
+            raise ConfigError(
+                f"reproducible: dropout {how} outside of the forward of a module of the model, expected inside; "
+                "call it in a module, and torch.utils.checkpoint with whole modules"
+            )
+        if again and self._running[0].name in self._repeated:
+            raise ConfigError(
+                f"reproducible: the module {self._running[0].name!r} draws dropout masks and runs more than once in a "
+                "forward, expected once if it is computed again in the backward; set activation_checkpointing to 'none'"
+            )
+        return self._running[-1]
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """A context in which torch's functions run as they are: for code whose own calls depend on no layout."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_recomputing() -> bool:
+    """Whether a backward runs: forwards in it are those of activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
