@@ -213,6 +213,12 @@ INVENTORY = (
     Private(PARAM, "_unsharded_dtensor_spec", "the placements of a gradient over tensor ranks", since="2.12"),
     Private(PARAM, "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed", "adding up", until="2.14"),
     Private(PARAM, "unsharded_grad_dtype", "the dtype in which autograd adds gradients up", since="2.15"),
+    # torch: tracing
+    Private(
+        "torch",
+        "arange empty eye full linspace ones tensor tril_indices triu_indices zeros normal rand randint randn randperm",
+        "patched while a forward is traced: numbers that are proxies, and random tensors",
+    ),
     # torch: pipelines
     Private(
         STAGE,
