@@ -19,9 +19,9 @@ from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
-from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
+from ..engine.window import WindowLosses
 from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction

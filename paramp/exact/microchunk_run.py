@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
-from ..engine.losses import LossTotals, WindowLosses
+from ..engine.window import LossTotals, WindowLosses
 from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
 from .exact_layout import ExactLayout, Position

@@ -22,7 +22,6 @@ from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
 from .differentiable_collectives import (
-    Specs,
     as_shards,
     enter,
     gather,
@@ -50,7 +49,6 @@ class Colwise(ColwiseParallel):
         distribute(module, "weight", device_mesh, Shard(0))
         distribute(module, "bias", device_mesh, Shard(0))
         group, layout, gathers = device_mesh.get_group(), self.input_layouts[0], self.output_layouts[0].is_replicate()
-        specs: Specs = {}
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = _plain(x, layout)
@@ -60,7 +58,7 @@ class Colwise(ColwiseParallel):
                 return gather(output, group, -1)
             if self.use_local_output:
                 return output
-            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size(), specs)
+            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size())
 
         return replace_forward(module, forward)
 
