@@ -21,12 +21,12 @@ from train_app.batch_reader import (
     Batches,
     DataPosition,
     check_sizes,
+    held_out_loss,
     keep_global_batch,
     max_over_ranks,
     open_corpus,
     raise_on_all_ranks,
 )
-from train_app.batch_reader import evaluate as evaluate_held_out
 from train_app.corpus import Corpus, bigram_loss
 from train_app.mfu import mfu, world_peak_flops
 from train_app.reporter import Reporter, announce, announce_resume, check_tensorboard, memory_bytes
@@ -270,7 +270,7 @@ def evaluate(run: Run, step: int, record: dict[str, Any]) -> None:
     """Record the validation loss. If the data cannot be read any more, save before the error ends the run."""
     start = time.perf_counter()
     try:
-        record["val_loss"] = evaluate_held_out(run.engine, run.job, run.corpus)
+        record["val_loss"] = held_out_loss(run.engine, run.job, run.corpus)
     except paramp.DataError:
         save(run, step, ending=True)
         raise

@@ -152,7 +152,7 @@ class Batches:
         self.seconds = time.perf_counter() - start
 
 
-def evaluate(engine: Engine, job: TrainConfig, corpus: Corpus) -> float:
+def held_out_loss(engine: Engine, job: TrainConfig, corpus: Corpus) -> float:
     """Mean loss of the held-out sequences, in nats per token; the same sequences in every layout.
 
     Raises a DataError on every rank if the data cannot be read any more.

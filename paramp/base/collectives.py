@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .torch_internals import expect
+from .torch_internals import expect, replace_kernels
 
-expect("torch._foreach_copy_", "torch.distributed.distributed_c10d")
+expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")
 
 
 @torch.no_grad()
@@ -148,3 +148,31 @@ def equal_everywhere(value: Any, device: torch.device) -> bool:
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     highest, minus_lowest = bounds.tolist()
     return bool(highest == -minus_lowest)
+
+
+def gather_dtensors_over_gloo(key: str = "CUDA") -> torch.library.Library:
+    """Let DTensors on GPUs be gathered over gloo, for ranks that share one, while the result is kept.
+
+    The operator that DTensor calls reads the GPU's memory from the host under gloo, and the process dies (pytorch
+    #152645). The plain all-gather copies through the host.
+    """
+    kernels: dict[str, Callable[..., Any]] = {
+        "all_gather_into_tensor": _gather_dtensor,
+        "all_gather_into_tensor_out": _gather_dtensor_into,
+    }
+    return replace_kernels(key, kernels, "_c10d_functional")
+
+
+def _gather_dtensor(keys: Any, shard: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
+    shard = shard.reshape(-1) if shard.ndim == 0 else shard
+    out = shard.new_empty(shard.shape[0] * group_size, *shard.shape[1:])
+    return _gather_dtensor_into(keys, shard, group_size, group, out=out)
+
+
+def _gather_dtensor_into(
+    _keys: Any, shard: torch.Tensor, _group_size: int, group: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    all_gather_single(out, shard.contiguous(), group=group)
+    return out

@@ -25,9 +25,9 @@ BUCKET = 2**25
 ranks. It also limits the memory that exists twice while parameters are copied into their buffers."""
 
 KEPT = 2**19
-"""Elements of a temporary of a loop. Longer ones are not kept for the next use (:mod:`paramp.base.scratch`)."""
+"""Elements of a temporary of a loop. Longer ones are not kept for the next use (:mod:`paramp.base.scratch_cpu`)."""
 APART = 2**18
-"""Bytes from which tensors begin apart (:mod:`paramp.base.scratch`)."""
+"""Bytes from which tensors begin apart (:mod:`paramp.base.scratch_cpu`)."""
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 

@@ -2,7 +2,7 @@
 
 :data:`INVENTORY` has a row for each owner, a module or a class. Code takes functions and classes by :func:`take`, and
 calls :func:`expect` where it begins to use attributes of a class; both raise an error that names what is missing.
-:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while.
+:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while, :func:`patched` attributes.
 :func:`warn_if_untested` warns once of a version of torch with which no test has run.
 """
 
@@ -13,7 +13,8 @@ import importlib
 import importlib.metadata
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -156,9 +157,9 @@ INVENTORY = (
     ),
     Private("torch.utils.data.DataLoader", "_iterator", "workers that stay from epoch to epoch"),
     # torch: processes and meshes
-    Private("torch.ops", "_c10d_functional", "gathering CUDA tensors over gloo"),
+    Private("torch.ops", "_c10d_functional", "kernels replaced in a context: gathering CUDA tensors over gloo"),
     Private(C10D, "_get_default_group _get_default_store", "the store of the world, and how its groups are made"),
-    Private(C10D, "_process_group_name", "names of groups that are equal on every rank"),
+    Private(C10D, "_process_group_name", "patched while a group is made: a name that is equal on every rank"),
     Private(C10D, "_resolve_process_group", "gathering CUDA tensors over gloo"),
     Private("torch.distributed.ProcessGroup", "_get_backend bound_device_id", "whether NCCL splits groups"),
     Private("torch.distributed.device_mesh.DeviceMesh", "_get_root_mesh", "the mesh that a parameter's is a part of"),
@@ -314,18 +315,33 @@ REPLACED: WeakValueDictionary[str, torch.library.Library] = WeakValueDictionary(
 _replacing = threading.Lock()
 
 
-def replace_kernels(key: str, kernels: Mapping[Any, Callable[..., Any]]) -> torch.library.Library:
+def replace_kernels(
+    key: str, kernels: Mapping[Any, Callable[..., Any]], namespace: str = "aten"
+) -> torch.library.Library:
     """Replace ``kernels`` of operators of :data:`INVENTORY` under ``key`` in this process, while the result is kept.
 
-    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` shares them.
+    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` of a ``namespace`` shares
+    them.
     """
+    name = key if namespace == "aten" else f"{namespace} {key}"
     with _replacing:
-        library = REPLACED.get(key)
+        library = REPLACED.get(name)
         if library is None:
-            REPLACED[key] = library = torch.library.Library("aten", "IMPL")
+            REPLACED[name] = library = torch.library.Library(namespace, "IMPL")
             for operator, kernel in kernels.items():
                 library.impl(operator, kernel, key, with_keyset=True)
     return library
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which the attribute ``name`` of ``owner``, of :data:`INVENTORY`, is ``value``."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def older_than(version: str) -> bool:

@@ -94,15 +94,15 @@ def chunk_of(
     values: torch.Tensor,
     *,
     shape: Sequence[int] | None = None,
-    own: tuple[int, int] | None = None,
+    elements: tuple[int, int] | None = None,
     written: bool = True,
 ) -> Chunk:
     """The chunk of a logical tensor with ``values`` in the layout of the parameter ``like``.
 
     Args:
         like: plain or a DTensor.
-        values: of any dtype, in the shape of the local part of ``like``; with ``own`` the elements ``own[0]`` to
-            ``own[1] - 1`` of the flattened local part, 1-dim. The slices are views of it.
+        values: of any dtype, in the shape of the local part of ``like``; with ``elements`` those from the first number
+            to before the second in the flattened local part, 1-dim. The slices are views of it.
         shape: the shape of the whole tensor, if a tensor-parallel style stores one of its dims as two, such as fused
             query, key and value.
 
@@ -122,7 +122,7 @@ def chunk_of(
     flat = values.reshape(-1)
     slices: list[TensorSlice] = []
     done = 0
-    for offsets, sizes in flat_slices(part, *(own or (0, math.prod(part)))):
+    for offsets, sizes in flat_slices(part, *(elements or (0, math.prod(part)))):
         count = math.prod(sizes)
         place = tuple(a + b for a, b in zip(base, offsets, strict=True))
         slices += _folded(TensorSlice(place, flat[done : done + count].view(sizes)), like.shape, whole)

@@ -48,18 +48,18 @@ class _Batches:
     repeats: bool = True
 
     def __iter__(self) -> Iterator[Any]:
-        own, first, count = None, None, 0
+        local, first, count = None, None, 0
         for count, batch in enumerate(self.loader, start=1):
-            place = (count - 1) % self.size
-            if place == self.rank:
-                own = batch
+            turn = (count - 1) % self.size
+            if turn == self.rank:
+                local = batch
             if count == 1 or count == self.rank + 1:  # the very first batch serves ranks that have none at all
                 first = batch
-            if place == self.size - 1:
-                yield own
+            if turn == self.size - 1:
+                yield local
         rest = count % self.size
         if rest and not self.loader.drop_last and (self.repeats or self.rank < rest):
-            yield own if self.rank < rest else first
+            yield local if self.rank < rest else first
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.loader), self.size)
@@ -94,7 +94,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     """
     if not isinstance(loader, DataLoader) or getattr(loader, "is_whole", False):
         return loader
-    _check(loader, rank, size)
+    _check_sharding_is_possible(loader, rank, size)
     if isinstance(loader, WithPosition):
         return loader
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -111,7 +111,8 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     sharded = kind.__new__(kind)
     sharded.__dict__.update(loader.__dict__ | changes)  # DataLoader.__setattr__ refuses these
     result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
-    sampler = next((one for one in _samplers_that_shard(sharded) if isinstance(one, ShardedSampler)), None)
+    samplers = [sampler for sampler in _samplers_that_shard(sharded) if isinstance(sampler, ShardedSampler)]
+    sampler = samplers[0] if samplers else None
     batch_size = sharded.batch_size or 1
     result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size)
     _check_not_empty(result, size)
@@ -158,7 +159,7 @@ def _samplers_that_shard(loader: DataLoader[Any]) -> list[Any]:
     return [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
 
 
-def _check(loader: DataLoader[Any], rank: int, size: int) -> None:
+def _check_sharding_is_possible(loader: DataLoader[Any], rank: int, size: int) -> None:
     for sampler in _samplers_that_shard(loader):
         if (sampler.num_replicas, sampler.rank) != (size, rank):
             raise ConfigError(
@@ -187,15 +188,15 @@ def _check_not_empty(sharded: Any, size: int) -> None:
         raise ConfigError("its dataset is empty; expected at least one sample")
     if not sharded.drop_last:
         raise ConfigError(f"its sampler yields none of its dataset's {samples} samples; expected at least one")
-    own = 0 if isinstance(sharded, ShardedBatches) else _length(getattr(sharded.batch_sampler, "sampler", None))
-    if not own:
+    local = 0 if isinstance(sharded, ShardedBatches) else _length(getattr(sharded.batch_sampler, "sampler", None))
+    if not local:
         raise ConfigError(
             f"its {samples} samples do not fill a batch of {sharded.batch_size} for each of {size} data ranks, so "
             "drop_last leaves none; expected more samples, smaller batches or drop_last=False"
         )
     raise ConfigError(
-        f"batch_size {sharded.batch_size}, but a data rank has {own} samples, so drop_last leaves no batch; expected "
-        f"at most {own}"
+        f"batch_size {sharded.batch_size}, but a data rank has {local} samples, so drop_last leaves no batch; expected "
+        f"at most {local}"
     )
 
 
@@ -226,8 +227,8 @@ def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **load
             sharded.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
-    mine = (problems, facts)
-    everyone = [mine] if equal_everywhere(mine, context.device) else gather_objects(mine)
+    local = (problems, facts)
+    everyone = [local] if equal_everywhere(local, context.device) else gather_objects(local)
     for others, _ in everyone:
         if others:
             raise ConfigError(others[0])

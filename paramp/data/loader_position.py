@@ -36,7 +36,7 @@ class LoaderPosition:
     """The sampler's items in one batch."""
     _next: int = 0
     _skip: int = 0
-    _current: _Given | None = None
+    _current: _EpochIterator | None = None
 
     @property
     def _next_epoch(self) -> int:
@@ -60,7 +60,7 @@ class LoaderPosition:
             with torch.random.fork_rng(devices=[]):  # their random numbers were drawn before the save
                 for _ in itertools.islice(batches, skip):
                     pass
-        self._current = _Given(batches, epoch, skip)
+        self._current = _EpochIterator(batches, epoch, skip)
         return self._current
 
     def state_dict(self) -> dict[str, int]:
@@ -68,7 +68,7 @@ class LoaderPosition:
         current = self._current
         if current is None:
             return {"epoch": self.epoch, "given": self._skip * self._unit}
-        return {"epoch": self.epoch, "given": current.given * self._unit}
+        return {"epoch": self.epoch, "given": current.yielded * self._unit}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
@@ -87,12 +87,12 @@ class LoaderPosition:
 
 
 @dataclass(eq=False)
-class _Given:
+class _EpochIterator:
     """The iterator of an epoch; counts the batches it yields."""
 
     batches: Iterator[Any]
     epoch: int
-    given: int
+    yielded: int
     stale: bool = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -104,10 +104,10 @@ class _Given:
         try:
             batch = next(self.batches)
         except StopIteration:
-            if self.given:
-                self.epoch, self.given = self.epoch + 1, 0
+            if self.yielded:
+                self.epoch, self.yielded = self.epoch + 1, 0
             raise
-        self.given += 1
+        self.yielded += 1
         return batch
 
     def __len__(self) -> int:

@@ -68,13 +68,13 @@ class ShardedSampler(Sampler[Any]):
             inner.generator = torch.Generator().manual_seed(seed)
         elif type(inner) is not SequentialSampler:
             random = RandomStream(seed, torch.device("cpu"))
-        return itertools.islice(self._own_items(inner, random), skip, None)
+        return itertools.islice(self._local_items(inner, random), skip, None)
 
-    def _own_items(self, inner: Iterable[Any], random: AbstractContextManager[None]) -> Iterator[Any]:
+    def _local_items(self, inner: Iterable[Any], random: AbstractContextManager[None]) -> Iterator[Any]:
         with random:
             items = iter(inner)
         first: list[Any] = []
-        own = slice(self.rank * self.block, (self.rank + 1) * self.block)
+        local = slice(self.rank * self.block, (self.rank + 1) * self.block)
         while True:
             with random:
                 round_ = list(itertools.islice(items, self.size * self.block))
@@ -83,9 +83,9 @@ class ShardedSampler(Sampler[Any]):
             if not round_ or (missing and self.drop_last):
                 return
             if missing and not self.repeats:
-                yield from round_[own]
+                yield from round_[local]
                 return
-            yield from [*round_, *itertools.islice(itertools.cycle(first), missing)][own]
+            yield from [*round_, *itertools.islice(itertools.cycle(first), missing)][local]
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.inner), self.size * self.block)  # type: ignore[arg-type]

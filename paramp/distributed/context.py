@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..base.collectives import gather_dtensors_over_gloo
 from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
 from ..base.spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from ..scaling.replicas import OPEN, ROLES, Role, TiedParameter
-from .dtensors_over_gloo import gather_dtensors_over_gloo
 from .first_failure import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
@@ -91,6 +91,8 @@ class ParallelContext:
         self.device = device
         self.ties: list[TiedParameter] = []
         self._owns_world = owns_world
+        over_gloo = device.type == "cuda" and dist.get_backend() == "gloo"
+        self._gathers = gather_dtensors_over_gloo() if over_gloo else None
         self.serial = next(_serials)
         self.num_engines = 0
         self._groups = ProcessGroups(f"paramp/{self.serial}")
@@ -143,8 +145,6 @@ class ParallelContext:
         warn_if_untested()
         checked = read_mesh(mesh, config, roles)
         device = checked.device
-        if device.type == "cuda" and dist.get_backend() == "gloo":
-            gather_dtensors_over_gloo()
         local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() if device.index is None else device.index)
         return cls(checked.config, device, local_rank, owns_world=False, mesh=checked)
 
@@ -276,6 +276,7 @@ class ParallelContext:
         del OPEN[place], TENSOR_PLACES[place]
         self._leave(None)
         self.ties.clear()
+        self._gathers = None
         forget_sharding_decisions()
         self._groups.take_from(self.mesh, world=self._owns_world)
         if not dist.is_initialized():

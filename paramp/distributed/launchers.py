@@ -19,7 +19,6 @@ from ..config.files import load
 from ..config.schema import DEFAULT_SEED, Config
 from .agreement import agree, agree_on_call, agree_on_config
 from .context import ParallelContext, current_context, required_context
-from .dtensors_over_gloo import gather_dtensors_over_gloo
 from .first_failure import report_once
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
@@ -271,8 +270,6 @@ def _join(
         if backend == "nccl":
             _check_own_gpus(store, device, rank, world_size)
         _init_process_group(store, place, backend, device)
-    if device.type == "cuda" and world_size > 1 and dist.get_backend() == "gloo":
-        gather_dtensors_over_gloo()
     if world_size > 1:
         report_once(_explain)
     return ParallelContext(config, device, place.local_rank, owns_world=owns_world, heartbeat=heartbeat)
@@ -359,12 +356,12 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    return agree(store, "device", mine, rank, world_size, _backend_of)
 
+    def backend_of(devices: list[str]) -> str:
+        gpus = {name for name in devices if name.startswith("GPU ")}
+        return "nccl" if len(gpus) == len(devices) else "gloo"
 
-def _backend_of(devices: list[str]) -> str:
-    gpus = {name for name in devices if name.startswith("GPU ")}
-    return "nccl" if len(gpus) == len(devices) else "gloo"
+    return agree(store, "device", mine, rank, world_size, backend_of)
 
 
 def _device_type(requested: torch.device | str | None) -> str:

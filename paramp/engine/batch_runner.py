@@ -16,8 +16,7 @@ from ..optim.flat_weights import FlatWeights
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
 from .compute_context import CheckedCriterion
-from .losses import LossTotals, WindowLosses
-from .window import AccumulationWindow
+from .window import AccumulationWindow, LossTotals, WindowLosses
 
 if TYPE_CHECKING:
     from ..pipeline.pipeline import Pipeline

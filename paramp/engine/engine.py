@@ -1,7 +1,7 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), what other loops call
-(``loop_runner``), the accumulation window (``window``) and its losses (``losses``), the step with its decision, result
+(``loop_runner``), the accumulation window and its losses (``window``), the step with its decision, result
 and counters (``step``), failures of one rank (``shared_failure``), checkpoints (``state.training_state``), the whole
 model (``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
@@ -33,14 +33,13 @@ from ..scaling.loss_scaling import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
 from .loop_runner import LoopRunner
-from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
 from .state.training_state import Stateful, TrainingState
 from .state.weight_averages import WeightAverages
 from .step import OptimizerStep, StepCounters, StepResult
-from .window import AccumulationWindow
+from .window import AccumulationWindow, WindowLosses
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

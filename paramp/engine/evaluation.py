@@ -22,8 +22,8 @@ from ..base.errors import ConfigError
 from ..data.dataloader import each_sample_once
 from ..distributed.context import ParallelContext
 from ..parallel.batches import Batch
-from .losses import LossTotals
 from .shared_failure import SharedFailure
+from .window import LossTotals
 
 
 class _SampleTotals:

@@ -18,8 +18,8 @@ from ..parallel.batches import Batch
 from .batch_runner import BatchRunner, Seen, no_loss
 from .compute_context import Loss
 from .evaluation import evaluation_mode, is_loader, run_loader
-from .losses import LossTotals
 from .shared_failure import SharedFailure
+from .window import LossTotals
 
 
 class LoopRunner(BatchRunner):

@@ -23,11 +23,10 @@ from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zer
 from ..scaling.decision import NUM_SUMS, StepDecision, decide
 from ..scaling.local_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
-from .losses import WindowLosses
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
 from .state.weight_averages import WeightAverages
-from .window import AccumulationWindow
+from .window import AccumulationWindow, WindowLosses
 
 
 class StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,9 +19,9 @@ from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
-from ..engine.losses import WindowLosses
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
+from ..engine.window import WindowLosses
 from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction
@@ -28,20 +29,22 @@ from ..optim.gradient_reduction import UnitReduction
 from ..parallel.adapters import ModelAdapter
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
-from .chunk_gradients import ChunkGradients, Tap
-from .cublas import choose_workspace
 from .exact_layout import ExactLayout, Position
 from .forwards import Forwards
 from .functions import ExactFunctions
 from .layout_checks import check_buffers, check_modules, check_ties
 from .masks import Masks
+from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients, Tap
 from .microchunk_run import MicrochunkRun
-from .sharded_chunks import ShardedChunkGradients
 from .squares import squares_over_world
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+VALUES = ":4096:8", ":16:8"
+"""Those with which cuBLAS adds in one order; the first is the faster one. It reads the variable once in a process, at
+its first call. Set later it has no effect."""
 WHOLE_BATCH = (
     "engine(x) and engine.backward(loss) cannot train with reproducible, which runs each batch in chunks; call "
     "engine.forward_backward(x, y), or engine.eval() first to look at outputs"
@@ -79,7 +82,7 @@ class ExactNumerics(Numerics):
 
         Raises:
             ConfigError: the number of data ranks is no power of two, the results of a module or an optimizer depend on
-                the layout, or cuBLAS may have read another workspace (:mod:`paramp.exact.cublas`).
+                the layout, or cuBLAS may have read another workspace (:func:`choose_workspace`).
         """
         check_data_ranks(context.batch_axis.size)
         check_modules(model)
@@ -145,7 +148,7 @@ class ExactNumerics(Numerics):
 
     def gradient_reduction(self, default: type[GradientReduction]) -> type[GradientReduction]:
         """Gradients are added up in a tree over microchunks."""
-        return ShardedChunkGradients if default is UnitReduction else ChunkGradients
+        return ShardedMicrochunkGradients if default is UnitReduction else MicrochunkGradients
 
     def connect(
         self,
@@ -158,7 +161,7 @@ class ExactNumerics(Numerics):
     ) -> None:
         """Watch buffers, tied parameters and losses."""
         gradients, context = params.weights.gradients.reduction, params.context
-        assert isinstance(gradients, ChunkGradients)
+        assert isinstance(gradients, MicrochunkGradients)
         own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
         _attach(stages.module, gradients.assign_stages(own, params.first_names))
         check_buffers(own)
@@ -208,6 +211,30 @@ class ExactNumerics(Numerics):
     ) -> torch.Tensor:
         """The exact sum of squares of all ranks on the first one; two collectives of the world."""
         return squares_over_world(gradients, norm_weights, device)
+
+
+def choose_workspace() -> None:
+    """Set the variable of cuBLAS, for a process that will compute on a GPU; call it before CUDA is initialised.
+
+    Raises:
+        ConfigError: the variable has another value, or is not set where CUDA is initialised already, so that cuBLAS may
+            have read it.
+    """
+    value = os.environ.get(VARIABLE)
+    if value in VALUES:
+        return
+    if value is not None:
+        raise ConfigError(
+            f"{VARIABLE}: got {value!r}, expected {' or '.join(map(repr, VALUES))}, because reproducible is set, and "
+            "with other workspaces cuBLAS adds in an order that changes from run to run"
+        )
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            f"{VARIABLE}: it is not set, but CUDA is in use already, and reproducible needs it before cuBLAS is first "
+            f"called; set {VARIABLE}={VALUES[0]} in the environment of the process, or call paramp.launch_from_torch "
+            "before anything runs on a GPU"
+        )
+    os.environ[VARIABLE] = VALUES[0]
 
 
 def _use_deterministic_algorithms(context: ParallelContext) -> None:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
-from ..engine.losses import LossTotals, WindowLosses
+from ..engine.window import LossTotals, WindowLosses
 from ..observe.overflow_record import WindowRecord
 from ..parallel.batches import Batch
-from .chunk_gradients import ChunkGradients
 from .exact_layout import ExactLayout, Position
+from .microchunk_gradients import MicrochunkGradients
 from .tree_sum import tree_sum
 
 
@@ -65,7 +65,7 @@ class MicrochunkRun:
     def __init__(
         self,
         layout: ExactLayout,
-        gradients: ChunkGradients,
+        gradients: MicrochunkGradients,
         losses: WindowLosses,
         batches: WindowRecord,
         step_counts: Callable[[], list[int]],
@@ -159,7 +159,7 @@ class MicrochunkRun:
         A failed one leaves gradients behind, which are dropped with its window.
         """
         try:
-            self._gradients.end_chunk(stage, index)
+            self._gradients.end_microchunk(stage, index)
         except RuntimeError as error:  # on this rank alone: others wait for it in the schedule
             self._losses.failure.record(error)
 

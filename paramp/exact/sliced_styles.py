@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, run_within, unbound
-from ..parallel.tensor.differentiable_collectives import Specs, as_shards, gather, local_shard, own_slice
+from ..parallel.tensor.differentiable_collectives import as_shards, gather, local_shard, own_slice
 from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
 from .exact_layout import ExactLayout
 from .forwards import Forwards
@@ -79,14 +79,12 @@ class SlicedColwise(SlicedStyle):
         self.gathers, self.logits = gathers, logits
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "outputs", module.get_parameter("weight").shape[1 if is_conv1d(module) else 0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
         layout, parts, dim = self.layout, self.parts, 1 if is_conv1d(module) else 0
         self._shard(module, "weight", dim, device_mesh)
         self._shard(module, "bias", 0, device_mesh)
-        specs: Specs = {}
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             weight, bias = self._part(module, "weight", dim), self._part(module, "bias", 0)
@@ -101,7 +99,7 @@ class SlicedColwise(SlicedStyle):
                 return output
             if self.gathers:
                 return gather(output, group, -1)
-            return as_shards(output, device_mesh, -1, output.shape[-1] * group.size(), specs) if self.logits else output
+            return as_shards(output, device_mesh, -1, output.shape[-1] * group.size()) if self.logits else output
 
         return replace_forward(module, self._forwards.of_layer(forward, 0 if self.gathers or self.logits else parts))
 
@@ -115,7 +113,6 @@ class SlicedRowwise(SlicedStyle):
         self.scatters = scatters
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "inputs", module.get_parameter("weight").shape[0 if is_conv1d(module) else 1])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -148,7 +145,6 @@ class SlicedRows(SlicedStyle):
     """An Embedding whose rows are sharded. A row is looked up as it is, so nothing is cut."""
 
     def check(self, name: str, module: nn.Module) -> None:
-        """As in the base class."""
         self._check_size(name, "embeddings", module.get_parameter("weight").shape[0])
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:

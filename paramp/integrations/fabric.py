@@ -15,12 +15,10 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ConfigError
 from ..precision.autocast import to_outputs
-from ..precision.policy import Mode
 from .lightning_precision import LightningPrecision, map_tensors
 
 
@@ -46,19 +44,12 @@ class FabricPrecision(LightningPrecision):
     LIGHTNING = "lightning.fabric.plugins.precision.precision"
     EXTRA = "fabric"
 
-    def __init__(
-        self,
-        precision: Mode = "32-true",
-        *,
-        emulate_fp16: bool | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(precision, emulate_fp16=emulate_fp16, group=group)
+    def _end_init(self) -> None:
         if not self.mode.autocast and self.mode.scaling is None:
             # If the method is overridden, Fabric rejects a plain loss.backward(), which is correct here, only slower
             # with fp16 products on CPUs.
-            own = functools.partial(self.backward)
-            self.backward = functools.update_wrapper(own, super().backward)  # type: ignore[method-assign,misc]
+            backward = functools.partial(self.backward)
+            self.backward = functools.update_wrapper(backward, super().backward)  # type: ignore[method-assign,misc]
 
     def _check_mode(self) -> None:
         if self.mode.masters:

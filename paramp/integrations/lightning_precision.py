@@ -56,6 +56,10 @@ class LightningPrecision:
         self._group = group
         self._models: WeakSet[nn.Module] = WeakSet()
         self._scale = SharedGradScaler(self.mode.scaling, self._models, group=group)
+        self._end_init()
+
+    def _end_init(self) -> None:
+        """For subclasses: what follows the construction."""
 
     def __reduce__(self) -> Any:
         """Pickle for strategies that start processes and send the plugin to them, before anything was set up.

@@ -68,25 +68,13 @@ class StagePass(NamedTuple):
 class Sighting(NamedTuple):
     """The first non-finite value of one pass of one microbatch through one stage, on one rank."""
 
+    order: tuple[Any, ...]
+    """Sorts them as one process would compute their values."""
+    batch: tuple[int, int, int]
+    """Data rank, call and microbatch."""
     origin: Origin
-    data_rank: int
-    stage: int
-    position: Position
-    """The position in the sequence of checks of the pass and stage. Comparable between tensor ranks."""
-    received: bool
-    """Whether it was first seen in the inputs of the module or operation."""
     met_in_forward: bool
     """For a backward: whether the module had non-finite values in the forward of the same microbatch."""
-
-    def batch(self) -> tuple[Any, ...]:
-        """Which microbatch, unique over data ranks."""
-        return self.data_rank, self.origin.call, self.origin.microbatch
-
-    def order(self) -> tuple[Any, ...]:
-        """The key that sorts these as one process would compute their values."""
-        origin, backward = self.origin, self.origin.during != "forward"
-        stage = -self.stage if backward else self.stage
-        return origin.call, origin.microbatch, backward, stage, self.position, self.received, origin.place.rank
 
 
 class Sightings:
@@ -94,31 +82,19 @@ class Sightings:
 
     def __init__(self, context: ParallelContext | None) -> None:
         self._context = context
-        self._data_rank = context.batch_axis.rank if context else 0
         self._first: dict[tuple[StagePass, bool], Sighting] = {}  # key: pass, is backward
-        self._met: set[tuple[int, int, str]] = set()  # call, microbatch, module
-        self._failed: set[tuple[Any, ...]] = set()  # the microbatches whose loss is not finite
+        self.met: set[tuple[int, int, str]] = set()
+        """Call, microbatch and module of forwards that had a non-finite value."""
+        self.failed: set[tuple[int, int, int]] = set()
+        """The microbatches (:meth:`batch`) whose loss is not finite."""
 
-    def has(self, at: StagePass, *, backward: bool) -> bool:
-        """Whether the pass already has a value; only the first is kept."""
-        return (at, backward) in self._first
+    def has_backward(self, at: StagePass | None = None) -> bool:
+        """Whether the backward of ``at`` already has a value, or any backward; only the first of each is kept."""
+        return any(backward for _, backward in self._first) if at is None else (at, True) in self._first
 
-    @property
-    def any_backward(self) -> bool:
-        """Whether any backward has a value."""
-        return any(backward for _, backward in self._first)
-
-    def meet(self, at: StagePass, module: str) -> None:
-        """Record that ``module`` had a non-finite value in its forward."""
-        self._met.add((at.call, at.microbatch, module))
-
-    def fail(self, at: StagePass) -> None:
-        """Record that the loss of the microbatch is not finite."""
-        self._failed.add((self._data_rank, at.call, at.microbatch))
-
-    def has_failed(self, at: StagePass) -> bool:
-        """Whether :meth:`fail` was called for the microbatch."""
-        return (self._data_rank, at.call, at.microbatch) in self._failed
+    def batch(self, at: StagePass) -> tuple[int, int, int]:
+        """The microbatch of ``at``, unique over data ranks."""
+        return self._context.batch_axis.rank if self._context else 0, at.call, at.microbatch
 
     def add(
         self,
@@ -133,26 +109,31 @@ class Sightings:
     ) -> None:
         """Record a tensor with a non-finite element (any dims and dtype), unless its pass already has one.
 
-        ``details``: ``parameter``, ``weight`` and ``operation`` of the :class:`Origin`.
+        Args:
+            position: in the sequence of checks of the pass and stage. Comparable between tensor ranks.
+            received: whether it was seen in the inputs of the module or operation.
+            details: ``parameter``, ``weight`` and ``operation`` of the :class:`Origin`.
         """
-        key = (at, during != "forward")
-        if key in self._first:
+        backward = during != "forward"
+        if (at, backward) in self._first:
             return
         kind = flaw(value)
         assert kind is not None
         place = RankCoordinates.here(self._context, at.stage)
         origin = Origin(during, module, place, kind, at.call, at.microbatch, largest_finite(value), **details)
-        met = during == "backward" and (at.call, at.microbatch, module) in self._met
-        self._first[key] = Sighting(origin, self._data_rank, at.stage, position, received, met)
+        stage = -at.stage if backward else at.stage
+        order = (at.call, at.microbatch, backward, stage, position, received, place.rank)
+        met = during == "backward" and (at.call, at.microbatch, module) in self.met
+        self._first[at, backward] = Sighting(order, self.batch(at), origin, met)
 
     def origin(self) -> Origin | None:
         """The first value over all ranks, the same on every rank; None if there is none. A world collective."""
-        everyone = [seen for (seen,) in gather_findings([(list(self._first.values()), self._failed)])]
-        sightings = [one for local, _ in everyone for one in local]
+        everyone = [seen for (seen,) in gather_findings([(list(self._first.values()), self.failed)])]
+        sightings = [sighting for of_rank, _ in everyone for sighting in of_rank]
         failed = {batch for _, batches in everyone for batch in batches}
-        failed |= {one.batch() for one in sightings if one.met_in_forward}
-        counted = [one for one in sightings if one.origin.during != "forward" or one.batch() in failed]
-        return min(counted, key=Sighting.order).origin if counted else None
+        failed |= {sighting.batch for sighting in sightings if sighting.met_in_forward}
+        counted = [seen for seen in sightings if seen.origin.during != "forward" or seen.batch in failed]
+        return min(counted, key=lambda sighting: sighting.order).origin if counted else None
 
 
 class GraphHooks:
@@ -203,7 +184,7 @@ class GraphHooks:
         parameters = [self._parameter_behind(next_) for next_, _ in node.next_functions]
 
         def check(gradients: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]) -> None:
-            if seen.has(at, backward=True):
+            if seen.has_backward(at):
                 return
             bad = [index for index, gradient in enumerate(gradients) if flaw(gradient)]
             entered = next((gradient for gradient in received if flaw(gradient)), None)
@@ -298,15 +279,15 @@ class Tracer:
     def see_loss(self, output: Any, target: Any, value: torch.Tensor) -> None:
         """Check the criterion's arguments, and its unscaled loss ``value``."""
         if self._check(self._stage_output(), [output], masks=True):
-            self.seen.meet(self._at, CRITERION)
+            self._meet(CRITERION)
         self._check(TARGET, [target], masks=True)
         self._check(self._batch if self._in_function and self._batch_is_bad else CRITERION, [value], masks=True)
         if flaw(value):
-            self.seen.fail(self._at)
+            self.seen.failed.add(self.seen.batch(self._at))
 
     def see_scaled(self, value: torch.Tensor) -> None:
         """Check the scaled loss ``value``, at which the backward of this microbatch begins."""
-        if flaw(value) and not self.seen.has_failed(self._at):
+        if flaw(value) and self.seen.batch(self._at) not in self.seen.failed:
             self.seen.add("backward", CRITERION, value, self._at, self._graph.start)
         self._graph.follow([value], self._at)
 
@@ -352,14 +333,13 @@ class Tracer:
             others = map_tensors(_without_masked, (args[1:], kwargs))
             bad = self._check(self._batch, others, masks=True, received=True) or bad
         if bad:
-            self.seen.meet(self._at, name)
+            self._meet(name)
         self._running.append(name)
         self._graph.begin(name)
 
     def _on_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs after the module's other pre-hooks."""
-        if self._kind in FORWARDS:
-            self._check(name, (args, kwargs), module=module)
+        self._on_output(name, module, None, (args, kwargs))
 
     def _on_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Runs before the module's other forward hooks."""
@@ -382,7 +362,7 @@ class Tracer:
 
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """The hook of a parameter: checks what is added to its gradient."""
-        if not self.seen.has(self._at, backward=True) and flaw(gradient):
+        if not self.seen.has_backward(self._at) and flaw(gradient):
             self.seen.add("backward", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
 
     # ---- checks
@@ -404,20 +384,23 @@ class Tracer:
         bad = next((value for value in tensors(values) if _is_bad(value, masks)), None)
         if bad is None:
             return False
-        self.seen.meet(self._at, name)
+        self._meet(name)
         weights = module.named_parameters(recurse=False) if module is not None else ()
         weight = next((name for name, parameter in weights if flaw(parameter)), None)
         self.seen.add("forward", name, bad, self._at, (self._num_checks, 0, 0), received=received, weight=weight)
         return True
 
+    def _meet(self, module: str) -> None:
+        self.seen.met.add((self._at.call, self._at.microbatch, module))
+
     def _check_sums(self) -> None:
         """Look for a non-finite gradient whose summands were all finite."""
-        if self.seen.any_backward:
+        if self.seen.has_backward():
             return
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and flaw(parameter.grad):
-                where = owner_of(name), parameter.grad, self._at, AFTER_NODES
-                self.seen.add("sum over microbatches", *where, parameter=name)
+            gradient = parameter.grad
+            if gradient is not None and flaw(gradient):
+                self.seen.add("sum over microbatches", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
                 return
 
 

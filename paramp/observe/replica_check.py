@@ -247,7 +247,9 @@ class Replicas:
         """The parameters that differ in ``suspects``, the same list on every rank."""
         # those of a column are in the same order on all ranks of its group, so zip() pairs replicas
         mine = {
-            index: [(each.name, own) for each, own in zip(self._compared, hashes, strict=True) if each.column == column]
+            index: [
+                (each.name, value) for each, value in zip(self._compared, hashes, strict=True) if each.column == column
+            ]
             for index, (column, ranks) in enumerate(suspects)
             if self._context.rank in ranks
         }
@@ -269,7 +271,7 @@ class Replicas:
         what = f"the {kind} of {name!r}" if name else f"the {kind}"
         differ = "differs" if len(ranks) == 1 else "differ"
         message = f"{what} on {listed(ranks, self._context)} {differ} from {listed(others, self._context)}"
-        names = tuple((rank, own_name) for rank, (own_name, _) in copies.items())
+        names = tuple((rank, local_name) for rank, (local_name, _) in copies.items())
         return Difference(kind, name, ranks, others, message, names)
 
     # --------------------------------------------------------------------------------------------------- repairing

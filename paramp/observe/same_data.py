@@ -131,12 +131,12 @@ def different_data(batches: Sequence[Batch], context: ParallelContext) -> str | 
     Returns:
         The same on every rank; a collective of the world.
     """
-    own = [
+    local_leaves = [
         leaf._replace(path=f"{leaf.path} of batch {number} of the last window")
         for number, batch in enumerate(batches, start=1)
         for leaf in _leaves(batch)
     ]
-    everyone = gather_objects(own)
+    everyone = gather_objects(local_leaves)
     for ranks in gather_objects(dist.get_process_group_ranks(context.model_group)):
         known = [rank for rank in ranks if everyone[rank]]
         if (found := _difference([everyone[rank] for rank in known], known, context)) is not None:

@@ -139,26 +139,26 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The trace in Chrome's format: a process for each rank, a thread for each stage, times in microseconds."""
         events: list[dict[str, Any]] = []
-        for rank, own in enumerate(self.ranks):
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": own.name}})
-            threads = {-1 if item.stage is None else item.stage for item in own.spans}
-            for thread in sorted(threads):
-                name = "step" if thread < 0 else f"stage {thread}"
-                events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
-            for item in own.spans:
-                number = "" if item.microbatch is None else f" {item.microbatch}"
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": f"{item.kind}{number}",
-                        "cat": item.kind,
-                        "pid": rank,
-                        "tid": -1 if item.stage is None else item.stage,
-                        "ts": item.begin * 1e6,
-                        "dur": (item.end - item.begin) * 1e6,
-                        "args": {"stage": item.stage, "microbatch": item.microbatch, "call": item.call},
-                    }
-                )
+
+        def name_of(kind: str, rank: int, thread: int, name: str) -> None:
+            events.append({"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}})
+
+        for rank, (rank_name, spans) in enumerate(self.ranks):
+            name_of("process_name", rank, 0, rank_name)
+            for thread in sorted({-1 if item.stage is None else item.stage for item in spans}):
+                name_of("thread_name", rank, thread, "step" if thread < 0 else f"stage {thread}")
+            for item in spans:
+                event = {
+                    "ph": "X",
+                    "name": item.kind if item.microbatch is None else f"{item.kind} {item.microbatch}",
+                    "cat": item.kind,
+                    "pid": rank,
+                    "tid": -1 if item.stage is None else item.stage,
+                    "ts": item.begin * 1e6,
+                    "dur": (item.end - item.begin) * 1e6,
+                    "args": {"stage": item.stage, "microbatch": item.microbatch, "call": item.call},
+                }
+                events.append(event)
         other = {"title": self.title, "bubble": self.bubble, "theoretical_bubble": self.theoretical_bubble}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
@@ -175,8 +175,8 @@ class Timeline:
             # The barrier aligns the ranks; time zero of a machine is the earliest origin of its ranks.
             starts[machine] = min(origin, starts.get(machine, origin))
         self.ranks = [
-            RankSpans(own.name, [replace(item, begin=item.begin - start, end=item.end - start) for item in own.spans])
-            for own, start in ((own, starts[machine]) for machine, _, own in everyone)
+            RankSpans(name, [replace(item, begin=item.begin - start, end=item.end - start) for item in spans])
+            for (name, spans), start in ((of_rank, starts[machine]) for machine, _, of_rank in everyone)
         ]
         self.pipelines = context.ranks_along(context.axes_of("stage")).tolist()
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ..base import sizes
-from ..base.scratch import Scratch, zeros_apart
+from ..base.scratch_cpu import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges
 from .flat_weights import NO_GROUP, OptimizerWeights
-from .master_storage import ALL, NoMasters
+from .masters import ALL, Masters
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
@@ -83,7 +83,7 @@ KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
 class Block:
     """Views of a part of a step range, kept from step to step: making them costs microseconds each."""
 
-    masters: NoMasters
+    masters: Masters
     gradient: torch.Tensor
     state: State
     random_bits: Callable[[], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]] | None
@@ -191,7 +191,7 @@ class FusedStep:
     def _run(
         self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
     ) -> None:
-        """``compare``: weights may have been changed in place (:meth:`NoMasters.read`)."""
+        """``compare``: weights may have been changed in place (:meth:`Masters.read`)."""
         device = self._steps.device.type
         scale = (grad_scale.reciprocal() if device == "cpu" else grad_scale).float()
         for step_range in ranges:

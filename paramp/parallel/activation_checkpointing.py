@@ -58,9 +58,7 @@ class CheckpointedBlocks:
                 "forward, and 'none' here"
             )
         self.names = [] if how == "none" else blocks[:: how if isinstance(how, int) else 1]
-        self._options: dict[str, Any] = {}
-        if how == "selective":
-            self._options["context_fn"] = _selective_contexts
+        self._options: dict[str, Any] = {"context_fn": _selective_contexts} if how == "selective" else {}
 
     def apply(self, parts: Iterable[nn.Module]) -> None:
         """Checkpoint those that are in ``parts``, this rank's stages, in training."""
@@ -75,10 +73,10 @@ def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
     replaced: Callable[..., Any] | None = block.__dict__.get("forward")
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = partial(type(block).forward, block) if replaced is None else replaced
+        run = partial(type(block).forward, block) if replaced is None else replaced
         if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        return torchs.checkpoint(own, *args, use_reentrant=False, **options, **kwargs)
+            return run(*args, **kwargs)
+        return torchs.checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     replace_forward(block, forward)
 

@@ -77,10 +77,10 @@ class CompiledBlocks:
                 if block is None or isinstance(block, PassThrough):
                     continue
                 if where := _on_dtensors(block, self._context):
-                    reports.warn(where, f"{name!r} runs eagerly, because {where} computes on DTensors")
-                    continue
-                if where := self._unrepeatable_dropout(block):
+                    why = "computes on DTensors"
+                elif where := self._unrepeatable_dropout(block):
                     why = "draws differently on tensor ranks: its graph breaks, and 'selective' needs it whole"
+                if where:
                     reports.warn(where, f"{name!r} runs eagerly, because {where} {why}")
                     continue
                 if where := _with_hooks(block):
@@ -129,11 +129,9 @@ def _compiled(name: str, options: Mapping[str, Any], of_unit: bool) -> Callable[
 
     run = forward if of_unit else call
     # torch keeps what it has compiled, up to a limit, with a function's code: so each has its own.
-    own = FunctionType(run.__code__.replace(co_name=name), globals(), name)
-    copied: dict[str, Any] = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()
-    }
-    return torch.compile(own, **copied)
+    function = FunctionType(run.__code__.replace(co_name=name), globals(), name)
+    copied: Any = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    return torch.compile(function, **copied)
 
 
 def _on_dtensors(block: nn.Module, context: ParallelContext) -> str | None:
@@ -208,9 +206,7 @@ class _Reports:
     """Warnings of what is not compiled, each once."""
 
     def __init__(self, context: ParallelContext) -> None:
-        graph_break_reasons = take("torch._dynamo.utils.graph_break_reasons")
-
-        self._found: list[Any] = graph_break_reasons
+        self._breaks: list[Any] = take("torch._dynamo.utils.graph_break_reasons")
         self._reported: set[object] = set()
         # Other data and tensor ranks run the same blocks.
         self._reports = context.batch_axis.rank == 0 and context.tensor_axis.rank == 0
@@ -223,12 +219,12 @@ class _Reports:
 
     def run(self, name: str, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call ``run`` of ``block``, and warn of the breaks in its graph that torch found meanwhile."""
-        before = len(self._found)
+        before = len(self._breaks)
         result = run(block, *args, **kwargs)
-        for one in self._found[before:]:
-            where = one.user_stack[-1] if one.user_stack else None
+        for graph_break in self._breaks[before:]:
+            where = graph_break.user_stack[-1] if graph_break.user_stack else None
             place = "" if where is None else f" at {where.filename}:{where.lineno}, in {where.name}"
-            reason = one.reason.strip().split("\n")[0]
+            reason = graph_break.reason.strip().split("\n")[0]
             what = f"the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}"
             self.warn((place, reason), what)
         return result
@@ -238,9 +234,9 @@ def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) 
     """Raise a ConfigError on every rank if the backend of ``options`` lacks its compiler on one. A collective."""
     backend = None if options is None else options.get("backend", DEFAULT)
     is_default = getattr(backend, "compiler_name", backend) == DEFAULT
-    own = why_not_inductor(context.device.type, {}) if is_default else None
+    reason = why_not_inductor(context.device.type, {}) if is_default else None
     # Every rank takes part: a model may come compiled on some ranks only. A gathering from thousands takes seconds.
-    reasons = [own] if equal_everywhere(own, context.device) else gather_objects(own)
+    reasons = [reason] if equal_everywhere(reason, context.device) else gather_objects(reason)
     for rank, missing in enumerate(reasons):
         if missing is not None:
             raise ConfigError(f"compile: on rank {rank} {missing}; {INSTALL}")

@@ -150,26 +150,22 @@ class Precision:
         Raises:
             ConfigError: the mode does not support it.
         """
-        changed = self
+        changes: dict[str, Any] = {"rounding": rounding, "optimizer_state": optimizer_state}
         if masters is not None:
             require(masters in ("full", "remainder"), "masters", masters, "'full' or 'remainder'")
             allowed = "'full', because the mode has no masters; 16-naive, bf16-naive and O2 have"
             is_default = masters == "full"
             require(is_default or bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
-            changed = replace(changed, masters=bool(self.masters) if is_default else "remainder")
+            changes["masters"] = bool(self.masters) if is_default else "remainder"
         if grad_dtype is not None:
-            dtype = as_dtype("grad_dtype", grad_dtype)
-            half = self.weights.itemsize < 4
+            dtype, half = as_dtype("grad_dtype", grad_dtype), self.weights.itemsize < 4
             allowed = f"{self.weights} or torch.float32" if half else f"{self.weights}"
             require(dtype is self.weights or (dtype is FP32 and half), "grad_dtype", grad_dtype, allowed)
-            changed = replace(changed, grad_dtype=dtype)
+            changes["grad_dtype"] = dtype
         if reduce_dtype is not None:
-            changed = replace(changed, reduce_dtypes=ReduceDtypes.parse(reduce_dtype))
-        if rounding is not None:
-            changed = replace(changed, rounding=cast(Any, rounding))
-        if optimizer_state is not None:
-            changed = replace(changed, optimizer_state=cast(Any, optimizer_state))
-        return changed
+            changes["reduce_dtypes"] = ReduceDtypes.parse(reduce_dtype)
+        changes = {name: value for name, value in changes.items() if value is not None}
+        return replace(self, **changes) if changes else self
 
     @property
     def as_sharded(self) -> Precision:
@@ -266,9 +262,8 @@ def as_dtype(name: str, value: object) -> torch.dtype:
 def _parse_options(options: Mapping[str, Any]) -> Precision:
     """Parse ``{"mode": ..., option: value}``. The options of a mode's name are the fields of its row's
     :class:`LossScaling` and :class:`Float8`."""
-    given = dict(options)
-    storage = {name: given.pop(name) for name in STORAGE if name in given}
-    if storage:
+    given = {name: value for name, value in options.items() if name not in STORAGE}
+    if storage := {name: options[name] for name in STORAGE if name in options}:
         return _parse_options(given).storing(**storage)
     mode = given.pop("mode", None)
     if not isinstance(mode, (str, int)) or mode not in (*PRESETS, *ALIASES):

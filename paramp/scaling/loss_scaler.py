@@ -169,8 +169,8 @@ class DistributedGradScaler(GradScaler):
         """
         from .overflow_report import OverflowReport, find_gradients, gather_findings
 
-        found = gather_findings(find_gradients(named_parameters, context or current_world()), self._group)
-        return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*found)), scaled=False)
+        of_ranks = gather_findings(find_gradients(named_parameters, context or current_world()), self._group)
+        return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*of_ranks)), scaled=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale from the overflow flags since the last update; ``new_scale`` sets it instead."""
@@ -180,10 +180,10 @@ class DistributedGradScaler(GradScaler):
             super().update(new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale))
             return
         states = self._per_optimizer_states.values()
-        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        if not found:
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
-        self.commit(torch.stack(found).amax())
+        self.commit(torch.stack(flags).amax())
         self._per_optimizer_states.clear()
 
     def commit(self, found_inf: torch.Tensor, counts: torch.Tensor | int = 1) -> None:

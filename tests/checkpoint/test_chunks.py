@@ -33,7 +33,7 @@ def test_a_dim_that_was_split_in_two_is_one_again():
     for slice_ in chunk.slices:
         rebuilt[slice_.offsets[0] : slice_.offsets[0] + slice_.sizes[0]] = slice_.values
     assert torch.equal(rebuilt, whole)
-    chunk = chunk_of("qkv", whole.view(3, 2, 4), whole.reshape(-1)[3:18], shape=(6, 4), own=(3, 18))
+    chunk = chunk_of("qkv", whole.view(3, 2, 4), whole.reshape(-1)[3:18], shape=(6, 4), elements=(3, 18))
     held = {
         (slice_.offsets[0] + row, slice_.offsets[1] + column): value
         for slice_ in chunk.slices

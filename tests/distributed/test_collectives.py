@@ -1,7 +1,5 @@
 """Collectives on tensors as users have them: of any strides and dtype."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +7,7 @@ from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paramp.base.collectives import all_reduce_, broadcast_
-from paramp.distributed import dtensors_over_gloo
+from paramp.base.collectives import all_reduce_, broadcast_, gather_dtensors_over_gloo
 
 VIEWS = {
     "dense": lambda tensor: tensor,
@@ -55,18 +52,18 @@ def test_dtensors_are_gathered_by_the_plain_collective_where_gloo_needs_it(world
     values = torch.arange(24.0).view(4, 6)
     mesh = init_device_mesh("cpu", (2,))
     sharded = [distribute_tensor(values, mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
-    with mock.patch.object(dtensors_over_gloo, "_gathers", None):
-        dtensors_over_gloo.gather_dtensors_over_gloo("CPU")
-        try:
-            with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 warns without
-                gathered = [one.full_tensor() for one in sharded]
-                moved = sharded[0].redistribute(placements=[Replicate()]).to_local()
-                torch.ops._c10d_functional.all_gather_into_tensor_out(
-                    values[0], 2, mesh.get_group().group_name, out=(twice := torch.empty(12))
-                )
-            names = {event.key for event in profile.key_averages()}
-        finally:
-            dtensors_over_gloo._gathers._destroy()
+    kernels = gather_dtensors_over_gloo("CPU")
+    with torch.profiler.profile(acc_events=True) as profile:  # torch 2.11 warns without
+        gathered = [one.full_tensor() for one in sharded]
+        moved = sharded[0].redistribute(placements=[Replicate()]).to_local()
+        torch.ops._c10d_functional.all_gather_into_tensor_out(
+            values[0], 2, mesh.get_group().group_name, out=(twice := torch.empty(12))
+        )
+    names = {event.key for event in profile.key_averages()}
+    del kernels
+    with torch.profiler.profile(acc_events=True) as profile:
+        sharded[0].full_tensor()
+    assert "c10d::allgather_into_tensor_coalesced_" in {event.key for event in profile.key_averages()}
     assert all(torch.equal(one, values) for one in [*gathered, moved])
     assert torch.equal(twice, values[0].repeat(2))
     assert "c10d::_allgather_base_" in names

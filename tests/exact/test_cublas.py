@@ -10,7 +10,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launchers
 from paramp.distributed.numerics import numerics_of
-from paramp.exact.cublas import VARIABLE, choose_workspace
+from paramp.exact.exact_numerics import VARIABLE, choose_workspace
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from trainer_runs import (
 )
 
 import paramp
+from paramp.integrations.shared_grad_scaler import SharedGradScaler
+from paramp.scaling.loss_scaling import LossScaling
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -270,3 +272,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step_in_every_mode(world):
 def test_what_the_plugin_refuses(mode, message):
     with pytest.raises(paramp.ConfigError, match=message):
         paramp.FabricPrecision(mode)
+
+
+def test_disabled_loss_scaling_skips_a_gradient_that_is_not_finite():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), SharedGradScaler(LossScaling(enabled=False), [])
+    weight.grad = torch.tensor([1.0, INF])
+    scaler.step(optimizer)
+    assert (scaler.num_skipped, scaler.get_scale(), scaler.state_dict()) == (1, 1.0, {})
+    assert weight.tolist() == [1.0, 1.0]

@@ -18,7 +18,7 @@ from verified import gpt
 import paramp
 from paramp.base.dtensor import local
 from paramp.engine.engine import Engine
-from paramp.exact.chunk_gradients import ChunkGradients
+from paramp.exact.microchunk_gradients import MicrochunkGradients
 
 INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -109,7 +109,7 @@ _of_loss: WeakKeyDictionary[Any, Fault] = WeakKeyDictionary()
 @contextmanager
 def planted() -> Iterator[None]:
     """A context in which a step, or the sum of its gradients, has the fault."""
-    step, end_last_backward = Engine.step, ChunkGradients.end_last_backward
+    step, end_last_backward = Engine.step, MicrochunkGradients.end_last_backward
 
     def faulty_step(engine: Engine) -> Any:
         result, fault = step(engine), Fault()
@@ -124,7 +124,7 @@ def planted() -> Iterator[None]:
             bump_(values[fault.kind]())
         return result
 
-    def faulty_sum(gradients: ChunkGradients) -> None:
+    def faulty_sum(gradients: MicrochunkGradients) -> None:
         end_last_backward(gradients)
         fault = Fault()
         if fault.kind == "gradient":
@@ -133,6 +133,6 @@ def planted() -> Iterator[None]:
 
     with (
         mock.patch.object(Engine, "step", faulty_step),
-        mock.patch.object(ChunkGradients, "end_last_backward", faulty_sum),
+        mock.patch.object(MicrochunkGradients, "end_last_backward", faulty_sum),
     ):
         yield

@@ -200,6 +200,12 @@ def test_a_forward_that_draws_random_numbers_is_reported():
     assert any("draws random numbers (block0.activation)" in line for line in report.lines())
 
 
+def test_a_file_of_the_train_script_gives_the_layout_and_the_mode():
+    options = Options(model="a:b", config=str(ROOT / "launch" / "tiny.toml"), settings={"precision": "bf16-mixed"})
+    config = configure(options, "sharded")
+    assert (config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name) == (2, 2, "bf16-mixed")
+
+
 def test_runs_that_cannot_be_compared_are_errors():
     """Other weights or batches in each layout."""
 

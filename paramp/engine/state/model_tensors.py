@@ -61,7 +61,7 @@ class ParamChunks:
     def trained(self, param: FlatParam, name: str, values: torch.Tensor) -> Chunk:
         """The chunk ``name`` of a tensor with the layout of ``param``; ``values``, 1-dim: what this rank steps."""
         shape = self.shapes[param.name]
-        return chunk_of(name, param.parameter, values, shape=shape, own=param.own, written=self.writes(param))
+        return chunk_of(name, param.parameter, values, shape=shape, elements=param.own, written=self.writes(param))
 
     def frozen(self, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Chunk:
         """The chunk of the frozen ``parameter`` with ``values``, of its local shape."""

@@ -56,13 +56,13 @@ class OptimizerState:
 
         A collective: this rank may step no parameter of an optimizer.
         """
-        own = {
+        local_names = {
             self._key(param, key): type(value).__name__
             for param, _, state in self._stepped_here()
             for key, value in state.items()
             if type(value) in PYTHON_NUMBERS
         }
-        return {key: name for numbers in gather_objects(own) for key, name in numbers.items()}
+        return {key: name for numbers in gather_objects(local_names) for key, name in numbers.items()}
 
     def _key(self, param: FlatParam, key: str) -> str:
         """``key`` of the state of ``param``, with the index of its optimizer after the first."""

@@ -20,8 +20,8 @@ from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
 from ...optim.flat_buffer import FlatParam
-from ..chunk_gradients import ChunkGradients
 from ..forwards import unwatched
+from ..microchunk_gradients import MicrochunkGradients
 from ..microchunk_run import MicrochunkTotals
 from .tensor_trace import Key, TraceWriter
 
@@ -37,7 +37,7 @@ class ExactRecorder(Observer):
     def __init__(self, engine: Engine, modules: Sequence[tuple[str, nn.Module]], trace: TraceWriter) -> None:
         """``modules``: this rank's, with their names in the whole model."""
         gradients, totals = engine._weights.gradients.reduction, engine._losses.totals
-        assert isinstance(gradients, ChunkGradients)
+        assert isinstance(gradients, MicrochunkGradients)
         assert isinstance(totals, MicrochunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
         gradients.compares_replicas = False  # a difference between tensor ranks is for the report
@@ -85,7 +85,7 @@ class ExactRecorder(Observer):
             if value is not None:
                 self._trace.add(self._key("loss", "", whole), value)
         elif kind in ("backward", "backward weight"):
-            for name, param, value in self._gradients.of_chunk(stage or 0):
+            for name, param, value in self._gradients.of_microchunk(stage or 0):
                 self._add_part(self._key("weight gradient", name, whole), param, value)
 
     def _key(self, kind: str, name: str, microbatch: int | None = None, index: tuple[int, int] = (0, 0)) -> Key:

@@ -73,8 +73,8 @@ class UnitOrder:
         """Check each collective of ``unit``, one of FSDP2's, which ``name`` names in errors."""
         number = len(self._names)
         self._names.append(name)
-        unit.set_custom_all_gather(_AllGather(self, number))
-        unit.set_custom_reduce_scatter(_ReduceScatter(self, number))
+        unit.set_custom_all_gather(_CheckedCollective(self, number, all_gather_single))
+        unit.set_custom_reduce_scatter(_CheckedCollective(self, number, reduce_scatter_single))
 
     def begin(self, *, backward: bool) -> None:
         """Begin a batch; ``backward``: its orders are not those of a batch without."""
@@ -292,22 +292,17 @@ class _Waiting:
         return True
 
 
-class _Communication:
-    """What FSDP2 calls in place of a collective of one unit."""
+class _CheckedCollective:
+    """What FSDP2 calls in place of ``call``, a collective of the unit ``number``."""
 
-    def __init__(self, order: UnitOrder, number: int) -> None:
-        self._order, self._tag = order, 3 * number
+    def __init__(self, order: UnitOrder, number: int, call: Callable[..., Any]) -> None:
+        self._order, self._tag, self._call = order, 3 * number, call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Communication):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         kind = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
-        return self._order.run(self._tag + kind, all_gather_single, output_tensor, input_tensor, **options)
-
-
-class _ReduceScatter(_Communication):
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        return self._order.run(self._tag + REDUCTION, reduce_scatter_single, output_tensor, input_tensor, **options)
+        if self._call is reduce_scatter_single:
+            kind = REDUCTION
+        return self._order.run(self._tag + kind, self._call, output_tensor, input_tensor, **options)

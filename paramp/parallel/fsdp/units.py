@@ -21,6 +21,7 @@ ranks may have one; and what a failed batch left is dropped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,24 +36,7 @@ from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
 from ...precision.policy import Precision
-from .records import (
-    drop_gradients,
-    drop_prefetched,
-    gathered,
-    gradient_of,
-    groups,
-    groups_of,
-    has_been_gathered,
-    held,
-    is_added_up,
-    is_mismatched,
-    padded,
-    reset,
-    sum_over_tensor_ranks,
-    take_gradient,
-    to_reduce_dtype,
-    zeros,
-)
+from . import records
 from .unit_order import END, UnitOrder
 
 expect("torch._C._autograd")
@@ -157,7 +141,7 @@ class ShardedUnits:
         self._units.append(unit)
         if is_root:
             self._roots.append(unit)
-        for group in groups(unit):
+        for group in records.groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
             if any(map(self._is_gathered_in_half, group.fsdp_params)):
@@ -181,12 +165,12 @@ class ShardedUnits:
 
     def padded_sizes(self) -> dict[nn.Parameter, int]:
         """The elements that each rank's shard of a parameter takes in an all-gather."""
-        return {held(one): one.padded_sharded_param_size.numel() for one in self._params()}
+        return {records.held(one): one.padded_sharded_param_size.numel() for one in self._params()}
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
-            one.sharded_param = held(one)
+            one.sharded_param = records.held(one)
             self._records[one.sharded_param] = one
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
@@ -199,15 +183,16 @@ class ShardedUnits:
         self.use_memory(memory)
         for one in self._params():
             if one.sharded_param not in memory:  # frozen; its shard begins the memory that has the padding too
-                one._sharded_param_data = padded(local(one.sharded_param), one.padded_sharded_param_size.numel())
+                size = one.padded_sharded_param_size.numel()
+                one._sharded_param_data = records.padded(local(one.sharded_param), size)
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
-        return gathered(self._params(), parameter)
+        return records.gathered(self._params(), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""
-        return (one for unit in self._units for group in groups(unit) for one in group.fsdp_params)
+        return (one for unit in self._units for group in records.groups(unit) for one in group.fsdp_params)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -225,7 +210,7 @@ class ShardedUnits:
         with self.resetting():
             yield
             if not self._reduces:
-                drop_gradients(self._params())  # of a batch that is run again
+                records.drop_gradients(self._params())  # of a batch that is run again
             if backward and self._pipelined:
                 for root in self._roots:
                     self._reduce(root)
@@ -249,15 +234,15 @@ class ShardedUnits:
         _set_reducing(root, True)
         state = root._get_fsdp_state()
         for one in state._state_ctx.all_states:
-            for group in groups_of(one):
+            for group in records.groups_of(one):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers what a step or a load has written."""
         for unit in self._units:
-            for group in groups(unit):
-                drop_prefetched(group)
+            for group in records.groups(unit):
+                records.drop_prefetched(group)
             unit.reshard()
 
     def reset(self) -> None:
@@ -265,8 +250,8 @@ class ShardedUnits:
         for root in self._roots:
             _set_reducing(root, True)
             if root._get_fsdp_state()._is_root:
-                reset(root)
-        drop_gradients(self._params())
+                records.reset(root)
+        records.drop_gradients(self._params())
         self.reshard()
 
     # ----------------------------------------------------------------------------------------------------- gradients
@@ -282,17 +267,18 @@ class ShardedUnits:
         Units reduce none in training with the same bits on every layout. It is a plain tensor, of the dtype in which
         the parameter is gathered; over the tensor axis this rank's part.
         """
-        return take_gradient(self._records[parameter])
+        return records.take_gradient(self._records[parameter])
 
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
-        if not any(map(has_been_gathered, group.fsdp_params)):
+        ran = [one for one in group.fsdp_params if records.has_been_gathered(one)]
+        if not ran:
             return  # the unit has not run yet, as in a pipeline's first microbatch
-        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad and has_been_gathered(one)]
+        trained = [one for one in ran if one.sharded_param.requires_grad]
         for one in trained:
             if (gradient := one._unsharded_param.grad) is not None and gradient.is_sparse:
                 one._unsharded_param.grad = gradient.to_dense()
-            for call in self._listeners if gradient_of(one) is not None else ():
+            for call in self._listeners if records.gradient_of(one) is not None else ():
                 call(one.sharded_param)
         if group.reduce_grads and self._reduces and trained:
             self._complete(trained)
@@ -301,14 +287,14 @@ class ShardedUnits:
     def _complete(self, trained: Sequence[Any]) -> None:
         """Give each parameter a gradient, all in one dtype and with the parameters' placements."""
         for one in trained:
-            if gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
-                one._unsharded_param.grad = zeros(one)
-        mixed = len({gradient_of(one).dtype for one in trained}) > 1
-        if mixed or any(is_added_up(one) or is_mismatched(one) for one in trained):
+            if records.gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
+                one._unsharded_param.grad = records.zeros(one)
+        mixed = len({records.gradient_of(one).dtype for one in trained}) > 1
+        if mixed or any(records.is_added_up(one) or records.is_mismatched(one) for one in trained):
             for one in trained:
-                to_reduce_dtype(one)
-        for one in filter(is_mismatched, trained):
-            sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
+                records.to_reduce_dtype(one)
+        for one in filter(records.is_mismatched, trained):
+            records.sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
 
 
 def _set_reducing(root: Any, reducing: bool) -> None:
@@ -339,18 +325,20 @@ class _Output:
         self._first = torch._C._autograd._get_sequence_nr()
 
     def prepare(self, module: Any, _: Any, output: Any) -> Any:
-        output = map_tensors(lambda one: one if one._base is None else _NoView.apply(one), output)
+        output = map_tensors(lambda tensor: tensor if tensor._base is None else _NoView.apply(tensor), output)
         leaves = tree_leaves(output)
         if torch.is_grad_enabled() and not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            found = set(map(id, leaves))
-            hidden = [one if one._base is None else one._base for one in held_tensors(output) if id(one) not in found]
-            if made := [one for one in hidden if self._has_made(one)]:
+            seen = set(map(id, leaves))
+            hidden = [
+                tensor if tensor._base is None else tensor._base
+                for tensor in held_tensors(output)
+                if id(tensor) not in seen
+            ]
+            # An object may also carry tensors of earlier units.
+            made = [tensor for tensor in hidden if tensor.grad_fn and tensor.grad_fn._sequence_nr() >= self._first]
+            if made:
                 module._get_fsdp_state()._register_pre_backward_hook(made)
         return output
-
-    def _has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has a gradient through the unit; an object may also carry those of earlier ones."""
-        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first
 
 
 class _NoView(torch.autograd.Function):
@@ -386,6 +374,6 @@ def _data_mesh(context: ParallelContext) -> Any:
 
 def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:
     """Whether ``block`` has parameters, and shares none with the rest of the stage, whose ``parameters`` are given."""
-    own = [id(parameter) for parameter in dict(block.named_parameters(remove_duplicate=False)).values()]
-    everywhere = [id(parameter) for parameter in parameters.values()]
-    return bool(own) and all(everywhere.count(one) == own.count(one) for one in set(own))
+    inside = Counter(map(id, dict(block.named_parameters(remove_duplicate=False)).values()))
+    everywhere = Counter(map(id, parameters.values()))
+    return bool(inside) and all(everywhere[key] == count for key, count in inside.items())

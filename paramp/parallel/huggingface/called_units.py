@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import PassThrough, copy_on_meta, keep_only, names_outside, with_forward
+from ...base.module_surgery import PassThrough, copy_on_meta, with_forward
 from ...base.trees import leaves, map_tensors, tensors
-from .decoder_partition import no_plan, put_at
+from .decoder_partition import check_parameters_are_in, check_positional, no_plan, put_at, stage_of
 from .missing_plans import find_architecture
 from .output import call_options, check_output, counting
 
@@ -51,27 +51,17 @@ class CalledUnitsPartition:
         self.units += [
             (name, module)
             for name, module in heads
-            if any(True for _ in module.parameters()) and name not in self._companions
+            if next(module.parameters(), None) is not None and name not in self._companions
         ]
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        units = {**dict(self.units), **dict.fromkeys(self._companions, model)}
-        outside = [name for name in names_outside(model, units) if name in parameters]
-        if outside:
-            raise ConfigError(
-                f"parallel.pipeline.size: {type(model).__name__} has parameters that are not in its pipeline plan: "
-                f"{', '.join(outside)}; set the size to 1"
-            )
+        self._known = {*dict(self.units), *self._companions}
+        check_parameters_are_in(model, self._known)
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
-        model, all_units = self._model, dict(self.units)
-        known = {*all_units, *self._companions}
-        everywhere = names_outside(model, known)  # tables of positions
-        leaves_of_model = [name for name, module in model.named_modules() if name and not any(module.children())]
-        inside = [name for name in leaves_of_model if not any(f"{name}.".startswith(f"{unit}.") for unit in known)]
+        model = self._model
         stages = []
         for index, names in enumerate(plan):
-            extra = [name for name, unit in self._companions.items() if unit in names]
-            part = keep_only(model, [*names, *extra, *everywhere, *inside])
+            companions = [name for name, unit in self._companions.items() if unit in names]
+            part = stage_of(model, [*names, *companions], self._known)
             forward = _StageForward(model, names, is_first=index == 0, is_last=index == len(plan) - 1)
             earlier = {name for before in plan[:index] for name in before}
             for name, unit in self.units:
@@ -139,12 +129,7 @@ class _StageForward:
 
     def run(self, x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, on the others what is sent; ``x``: received, or a positional input."""
-        if more:
-            raise ConfigError(
-                f"inputs: got {1 + len(more)} positional inputs for {self._kind.__name__}, expected at most one in a "
-                "pipeline, whose later stages need the others too; pass a mapping, such as "
-                '{"input_ids": x, "attention_mask": mask}'
-            )
+        check_positional(self._kind, more)
         self._received: dict[str, Any] = {"inputs": {}, "shapes": {}, "last": (None, {}), "next": (None, {})}
         if not self._is_first:
             self._received = x
@@ -154,8 +139,7 @@ class _StageForward:
         self._called: list[str] = []
         self._last_output: Any = None
         self._looked_up = False
-        kwargs = {**self._options, **kwargs, **self._received["inputs"], "return_dict": True}
-        kwargs = self._counted((), kwargs)
+        kwargs = self._counted((), {**self._options, **kwargs, **self._received["inputs"], "return_dict": True})
         self._device = next(tensors(kwargs)).device
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
         # The first run with gradients, on zeros, finds out which values depend on weights.

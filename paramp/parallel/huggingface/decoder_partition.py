@@ -15,7 +15,7 @@ in the list, so that per-layer entries of the configuration still apply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,7 @@ class PretrainedPartition:
                 f"parallel.pipeline.size: {name!r} of {type(model).__name__} is on the meta device, but to partition a "
                 "Hugging Face model it has to run; build it on the CPU"
             )
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        outside = [name for name in names_outside(model, dict(self.units)) if name in parameters]
-        if outside:
-            raise ConfigError(
-                f"parallel.pipeline.size: {type(model).__name__} has parameters that are not in its pipeline plan: "
-                f"{', '.join(outside)}; set the size to 1"
-            )
+        check_parameters_are_in(model, dict(self.units))
         self._check_calls()
 
     def stages(self, plan: Sequence[Sequence[str]]) -> list[nn.Module]:
@@ -75,25 +69,16 @@ class PretrainedPartition:
 
     def _stage(self, names: Sequence[str], *, is_first: bool, is_last: bool) -> nn.Module:
         model = self._model
-        everywhere = names_outside(model, dict(self.units))  # tables of rotary embeddings
-        shells = [name for name, module in model.named_modules() if name and not any(module.children())]
-        inside = [name for name in shells if not any(f"{name}.".startswith(f"{unit}.") for unit, _ in self.units)]
-        part = keep_only(model, [*names, *everywhere, *inside])
+        part = stage_of(model, names, dict(self.units))
         for name, _ in self.units:
             if name not in names:
                 put_at(part, model, name, _Nothing() if name in self._positions else PassThrough())
         kind, options, counted = type(model), call_options(model), counting(model)
 
         def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
-            if more:
-                raise ConfigError(
-                    f"inputs: got {1 + len(more)} positional inputs for {kind.__name__}, expected at most one in a "
-                    "pipeline, whose later stages need the others too; pass a mapping, such as "
-                    '{"input_ids": x, "attention_mask": mask}'
-                )
+            check_positional(kind, more)
             _check_requests(kwargs, stage)
-            kwargs = {**options, **kwargs, "return_dict": True}
-            kwargs = counted((), kwargs)
+            kwargs = counted((), {**options, **kwargs, "return_dict": True})
             if not is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in FIRST} | {"inputs_embeds": x}
             elif x is not None:
@@ -176,6 +161,32 @@ def no_plan(model: nn.Module) -> ConfigError:
     )
 
 
+def check_parameters_are_in(model: nn.Module, units: Collection[str]) -> None:
+    """Raise a ConfigError if ``model`` has parameters that are in none of its ``units``."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if outside := [name for name in names_outside(model, units) if name in parameters]:
+        raise ConfigError(
+            f"parallel.pipeline.size: {type(model).__name__} has parameters that are not in its pipeline plan: "
+            f"{', '.join(outside)}; set the size to 1"
+        )
+
+
+def check_positional(kind: type[nn.Module], more: Sequence[Any]) -> None:
+    """Raise a ConfigError for positional inputs of a stage behind the first one."""
+    if more:
+        raise ConfigError(
+            f"inputs: got {1 + len(more)} positional inputs for {kind.__name__}, expected at most one in a pipeline, "
+            'whose later stages need the others too; pass a mapping, such as {"input_ids": x, "attention_mask": mask}'
+        )
+
+
+def stage_of(model: nn.Module, names: Sequence[str], units: Collection[str]) -> nn.Module:
+    """``model`` with the modules ``names``, and what is in none of its ``units``, such as tables of positions."""
+    leaves = [name for name, module in model.named_modules() if name and not any(module.children())]
+    inside = [name for name in leaves if not any(f"{name}.".startswith(f"{unit}.") for unit in units)]
+    return keep_only(model, [*names, *names_outside(model, units), *inside])
+
+
 def put_at(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) -> None:
     """Put ``substitute`` at ``name`` of ``part``, keeping the order of its siblings in ``model``."""
     *owners, leaf = name.split(".")
@@ -184,5 +195,5 @@ def put_at(part: nn.Module, model: nn.Module, name: str, substitute: nn.Module) 
         if owner not in part._modules:
             part._modules[owner] = keep_only(model, ())
         part = part.get_submodule(owner)
-    found = {**part._modules, leaf: substitute}
-    part._modules = {key: found[key] for key in model._modules if key in found}
+    modules = {**part._modules, leaf: substitute}
+    part._modules = {key: modules[key] for key in model._modules if key in modules}

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ...base.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
-from ...base.dtensor import is_dtensor, of_spec, wrap
+from ...base.dtensor import is_dtensor, wrap
 from ...base.torch_internals import older_than, take
 
 if TYPE_CHECKING:
@@ -178,36 +178,14 @@ def _completed(result: torch.Tensor) -> torch.Tensor:
     return same.clone() if LOSES_GRADIENTS and torch.compiler.is_compiling() else same
 
 
-Specs: TypeAlias = dict[tuple[torch.Size, int], Any]
-"""The ``_spec`` of DTensors that were made of local tensors, by the shape of these and the sharded dim."""
-MANY_SHAPES = 64
-"""The number of shapes at which :func:`as_shards` forgets those that it has seen."""
-
-
-def as_shards(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int, specs: Specs) -> DTensor:
-    """The DTensor whose local tensor is ``part``, sharded over ``mesh`` along ``dim``, which has ``size`` elements.
-
-    ``specs`` is empty at first, and belongs to ``mesh`` and ``size``.
-    """
-    dim %= part.ndim
-    if torch.compiler.is_compiling():
-        return _from_local(part, mesh, dim, size)
-    spec = specs.get((part.shape, dim))
-    if spec is not None:
-        return of_spec(part, spec)
-    whole = _from_local(part, mesh, dim, size)
-    if len(specs) >= MANY_SHAPES:
-        specs.clear()
-    specs[part.shape, dim] = whole._spec
-    return whole
-
-
-def _from_local(part: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+def as_shards(shard: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """The DTensor whose local tensor is ``shard``, sharded over ``mesh`` along ``dim``, which has ``size`` elements."""
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
+    dim %= shard.ndim
+    shape = torch.Size((*shard.shape[:dim], size, *shard.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(shard, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
 
 
 class _LocalShard(torch.autograd.Function):

@@ -22,7 +22,6 @@ from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward
 from .differentiable_collectives import (
-    Specs,
     as_shards,
     enter,
     gather,
@@ -50,17 +49,16 @@ class Colwise(ColwiseParallel):
         distribute(module, "weight", device_mesh, Shard(0))
         distribute(module, "bias", device_mesh, Shard(0))
         group, layout, gathers = device_mesh.get_group(), self.input_layouts[0], self.output_layouts[0].is_replicate()
-        specs: Specs = {}
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = _plain(x, layout)
             x = enter(x, group) if layout.is_replicate() else gather_and_enter(x, group, SEQUENCE.dim)
-            output = F.linear(x, _weight(module), _bias(module))
+            output = F.linear(x, _local(module, "weight"), _local(module, "bias"))
             if gathers:
                 return gather(output, group, -1)
             if self.use_local_output:
                 return output
-            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size(), specs)
+            return as_shards(output, device_mesh, -1, output.shape[-1] * device_mesh.size())
 
         return replace_forward(module, forward)
 
@@ -89,7 +87,8 @@ class Rowwise(RowwiseParallel):
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
-            weight, bias = _weight(module), _summed_bias(module, group)
+            weight, bias = _local(module, "weight"), _local(module, "bias")
+            bias = None if bias is None else on_first_rank(bias, group)
             if sums:
                 return _summed_linear(x, weight, bias, group)
             return sum_slices(F.linear(x, weight, bias), group, SEQUENCE.dim)
@@ -99,8 +98,8 @@ class Rowwise(RowwiseParallel):
 
 def has_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling ``module`` calls the forward of torch's ``kind``, with parameters of its own."""
-    own = "forward" not in module.__dict__ and type(module).forward is kind.forward
-    return own and "weight" in module._parameters
+    is_plain = "forward" not in module.__dict__ and type(module).forward is kind.forward
+    return is_plain and "weight" in module._parameters
 
 
 def is_lookup(module: nn.Module, size: int) -> bool:
@@ -119,14 +118,14 @@ def look_up(module: nn.Module, tokens: torch.Tensor, group: dist.ProcessGroup) -
         low, high = (int(value) for value in torch.aminmax(tokens))
         if low < 0 or high >= table.num_embeddings:
             raise IndexError(f"token {low if low < 0 else high}, expected one of 0 to {table.num_embeddings - 1}")
-    weight = _weight(module)
+    weight = _local(module, "weight")
     rows, padding = weight.shape[0], table.padding_idx
     first = group.rank() * rows
-    own = tokens - first
-    others = (own < 0) | (own >= rows)
+    index = tokens - first
+    others = (index < 0) | (index >= rows)
     if padding is not None:
         padding = padding - first if 0 <= padding - first < rows else None
-    return F.embedding(own.masked_fill(others, 0), weight, padding).masked_fill(others.unsqueeze(-1), 0.0)
+    return F.embedding(index.masked_fill(others, 0), weight, padding).masked_fill(others.unsqueeze(-1), 0.0)
 
 
 def _plain(x: torch.Tensor, layout: Placement) -> torch.Tensor:
@@ -134,19 +133,10 @@ def _plain(x: torch.Tensor, layout: Placement) -> torch.Tensor:
     return x.redistribute(placements=[layout]).to_local() if is_dtensor(x) else x
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    return local_shard(cast(DTensor, module._parameters["weight"]))
-
-
-def _bias(module: nn.Module) -> torch.Tensor | None:
-    bias = module._parameters["bias"]
-    return None if bias is None else local_shard(cast(DTensor, bias))
-
-
-def _summed_bias(module: nn.Module, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """The bias of a layer whose outputs are summed over ``group``."""
-    bias = _bias(module)
-    return None if bias is None else on_first_rank(bias, group)
+def _local(module: nn.Module, name: str) -> Any:
+    """This rank's shard of the parameter ``name`` of ``module``; None if it has none."""
+    parameter: Any = module._parameters[name]
+    return None if parameter is None else local_shard(parameter)
 
 
 def _summed_linear(
@@ -214,16 +204,13 @@ class PackedColwise(ParallelStyle):
             multiple = f"{self.parts} parts x parallel.tensor.size {size}"
             raise ConfigError(f"plan: {name!r} has {features} {self.what}, expected a multiple of {multiple}")
 
-    def _shard(self, module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
-        distribute_packed(module, name, mesh, dim, self.parts)
-
-    def _own(self, module: nn.Module, name: str, dim: int) -> torch.Tensor:
-        """This rank's shard of a parameter, packed."""
-        part = local_shard(cast(DTensor, module._parameters[name]))
-        return part.flatten(dim, dim + 1) if self.parts > 1 else part
+    def _local(self, module: nn.Module, name: str, dim: int) -> Any:
+        """This rank's shard of a parameter, packed; None if there is none."""
+        shard = _local(module, name)
+        return shard.flatten(dim, dim + 1) if shard is not None and self.parts > 1 else shard
 
     def _weight(self, module: nn.Module) -> torch.Tensor:
-        weight = self._own(module, "weight", self.dim(module))
+        weight: torch.Tensor = self._local(module, "weight", self.dim(module))
         return weight.t() if is_conv1d(module) else weight
 
     def _run_on_dtensors(
@@ -246,12 +233,12 @@ class PackedColwise(ParallelStyle):
             return own(x)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, "weight", self.dim(module), device_mesh)
-        self._shard(module, "bias", 0, device_mesh)
+        distribute_packed(module, "weight", device_mesh, self.dim(module), self.parts)
+        distribute_packed(module, "bias", device_mesh, 0, self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            bias = None if module._parameters["bias"] is None else self._own(module, "bias", 0)
+            bias = self._local(module, "bias", 0)
             if replaced is not None:
                 whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
                 return self._run_on_dtensors(module, replaced, whole, Shard(0), bias).to_local()
@@ -269,7 +256,7 @@ class PackedRowwise(PackedColwise):
         return 0 if is_conv1d(module) else 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._shard(module, "weight", self.dim(module), device_mesh)
+        distribute_packed(module, "weight", device_mesh, self.dim(module), self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
         def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -64,13 +64,13 @@ class ActivationRecorder:
 
     def __init__(self, engine: Engine, record: RankRecord) -> None:
         self.record = record
-        own = local_modules(engine, record)
+        modules = local_modules(engine, record)
         self._device, self._observers = engine.context.device, engine.observers
         self._microbatch: int | None = None
         self._calls: Counter[str] = Counter()
         self._random: list[torch.Tensor] | None = None
         self._bytes = 0
-        self._hooks = [module.register_forward_hook(functools.partial(self._record, name)) for name, module in own]
+        self._hooks = [module.register_forward_hook(functools.partial(self._record, name)) for name, module in modules]
         self._hooks.append(engine.module.register_forward_pre_hook(self._keep_random_state))
         self._observers.append(self)
 

@@ -105,7 +105,7 @@ def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
     """Raise a ConfigError if the runs had different batches or initial weights."""
     if sharded[0].batches != single.batches:
         pairs = zip(sharded[0].batches, single.batches, strict=True)
-        step = next(step for step, (other, own) in enumerate(pairs, 1) if other != own)
+        step = next(step for step, (of_sharded, of_single) in enumerate(pairs, 1) if of_sharded != of_single)
         raise ConfigError(
             f"batches: the batch of step {step} differs between the runs; make it depend on the step alone"
         )

@@ -89,14 +89,14 @@ def train(options: Options, context: ParallelContext, num_microbatches: int) -> 
     for step, batch in enumerate(batches, start=1):
         record.microbatch_size = batch.size // num_microbatches
         record.batches.append(digest_of(batch))
-        own = local_rows(batch, context)
+        local = local_rows(batch, context)
         if step == 1:
             with ActivationRecorder(engine, record):
-                _step(engine, own, record)
+                _step(engine, local, record)
             _keep(record, "gradient", first_gradient(engine), context)
             _keep(record, "after_first", engine.full_state_dict(), context)
         else:
-            _step(engine, own, record)
+            _step(engine, local, record)
         engine.zero_grad()
     _keep(record, "end", engine.full_state_dict(), context)
     return record

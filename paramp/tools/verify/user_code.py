@@ -118,9 +118,9 @@ def choose_criterion(options: Options, model: nn.Module, batch: Batch) -> Criter
     if options.criterion is not None:
         found: Criterion = load_attribute(options.criterion, "criterion")
         return found
-    own = getattr(model, "loss", None)
-    if callable(own):
-        return own
+    loss = getattr(model, "loss", None)
+    if callable(loss):
+        return loss
     return None if batch.target is None else cross_entropy
 
 

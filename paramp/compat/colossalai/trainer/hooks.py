@@ -65,7 +65,20 @@ class BaseHook:
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None: ...
 
 
-class LossHook(BaseHook):
+class _EpochHook(BaseHook):
+    """Does the same after epochs of training and of test data."""
+
+    def end_epoch(self, trainer: Any, phase: str) -> None:
+        """Called after an epoch of ``phase``, ``train`` or ``test``."""
+
+    def after_train_epoch(self, trainer: Any) -> None:
+        self.end_epoch(trainer, "train")
+
+    def after_test_epoch(self, trainer: Any) -> None:
+        self.end_epoch(trainer, "test")
+
+
+class LossHook(_EpochHook):
     """The metric ``Loss``: the mean over the batches of an epoch, of training and of test data.
 
     With ``gradient_accumulation`` it is the mean over the windows that end in the epoch.
@@ -87,14 +100,9 @@ class LossHook(BaseHook):
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         self._losses.append(loss)
 
-    def after_train_epoch(self, trainer: Any) -> None:
-        trainer.states["metrics"]["train"]["Loss"] = self._mean()
-
-    def after_test_epoch(self, trainer: Any) -> None:
-        trainer.states["metrics"]["test"]["Loss"] = self._mean()
-
-    def _mean(self) -> float:
-        return float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+    def end_epoch(self, trainer: Any, phase: str) -> None:
+        mean = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        trainer.states["metrics"][phase]["Loss"] = mean
 
 
 class AccuracyHook(BaseHook):
@@ -151,7 +159,7 @@ class LRSchedulerHook(BaseHook):
             self.lr_scheduler.step()
 
 
-class _LogHook(BaseHook):
+class _LogHook(_EpochHook):
     """Writes after every ``interval``-th epoch, on the main rank."""
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
@@ -163,13 +171,7 @@ class _LogHook(BaseHook):
         """What to write after an epoch of ``phase``, ``train`` or ``test``; "" for nothing."""
         raise NotImplementedError
 
-    def after_train_epoch(self, trainer: Any) -> None:
-        self._log(trainer, "train")
-
-    def after_test_epoch(self, trainer: Any) -> None:
-        self._log(trainer, "test")
-
-    def _log(self, trainer: Any, phase: str) -> None:
+    def end_epoch(self, trainer: Any, phase: str) -> None:
         text = self.text(trainer, phase) if trainer.cur_epoch % self.interval == 0 else ""
         if text:
             self.logger.info(f"[Epoch {trainer.cur_epoch} / {phase.capitalize()}]: {text}", ranks=[0])
@@ -254,7 +256,7 @@ class LogMetricByStepHook(BaseHook):
     after_test_iter = after_train_iter
 
 
-class TensorboardHook(BaseHook):
+class TensorboardHook(_EpochHook):
     """Writes the loss of each training batch and the metrics of each epoch for TensorBoard.
 
     Args:
@@ -286,17 +288,11 @@ class TensorboardHook(BaseHook):
         if self.writer is not None:
             self.writer.add_scalar("Loss/train", float(loss), trainer.cur_step)
 
-    def after_train_epoch(self, trainer: Any) -> None:
-        self._write(trainer, "train")
-
-    def after_test_epoch(self, trainer: Any) -> None:
-        self._write(trainer, "test")
-
     def after_train(self, trainer: Any) -> None:
         if self.writer is not None:
             self.writer.close()
 
-    def _write(self, trainer: Any, phase: str) -> None:
+    def end_epoch(self, trainer: Any, phase: str) -> None:
         if self.writer is not None:
             for name, value in trainer.states["metrics"][phase].items():
                 self.writer.add_scalar(f"{name}/{phase}/epoch", value, trainer.cur_step)

@@ -1,4 +1,4 @@
-"""Gradients that are added up in one tree over the chunks of the global batch."""
+"""Gradients that are added up in one tree over the microchunks of the global batch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base import sizes
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients, GradientReduction
 from ..scaling.grad_reduce import sum_tied_gradients
-from .tree_sum import SumTree, Terms, sum_over_
+from .tree_sum import SumTree, Terms, own_slice_of_sum, sum_over, sum_over_
 
 expect("torch._foreach_zero_")
 
@@ -32,8 +33,8 @@ class Tap:
     def __init__(self, param: FlatParam, name: str) -> None:
         self.param = param
         self.name = name
-        self.chunk: torch.Tensor | None = None
-        """The gradient of the chunk whose backward ran last; None if it has none."""
+        self.microchunk: torch.Tensor | None = None
+        """The gradient of the microchunk whose backward ran last; None if it has none."""
         self.window: torch.Tensor | None = None
         """The gradient of the window, in the dtype of the parameter's gradients."""
 
@@ -42,17 +43,17 @@ class Tap:
         return cast(torch.Tensor, _Tapped.apply(weight, self))
 
     def take(self, gradient: torch.Tensor) -> None:
-        """Keep the ``gradient`` of a chunk.
+        """Keep the ``gradient`` of a microchunk.
 
         Raises:
-            ConfigError: the parameter was used twice in the chunk.
+            ConfigError: the parameter was used twice in the microchunk.
         """
-        if self.chunk is not None:
+        if self.microchunk is not None:
             raise ConfigError(
                 f"reproducible: {self.name!r}, which is tied to {self.param.name!r}, is used twice in a forward; "
                 "expected one use of each name; use a second module, and tie its parameters"
             )
-        self.chunk = gradient + 0.0  # 0 for -0, as where gradients are added to zeros
+        self.microchunk = gradient + 0.0  # 0 for -0, as where gradients are added to zeros
 
 
 class _Tapped(torch.autograd.Function):
@@ -67,17 +68,16 @@ class _Tapped(torch.autograd.Function):
         return None, None
 
 
-class ChunkGradients(GradientReduction):
+class MicrochunkGradients(GradientReduction):
     """The reduction of gradients that are complete over data ranks after each call.
 
-    The gradient of a call is the tree's sum over its chunks, this rank's first, in fp32; it is added to that of earlier
-    calls of the window, and rounded to the dtype of gradients.
+    The gradient of a call is the tree's sum over its microchunks, this rank's first, in fp32; it is added to that of
+    earlier calls of the window, and rounded to the dtype of gradients.
     """
 
     sums_changes = False
 
     def attach(self, gradients: FlatGradients) -> None:
-        """As in the base class."""
         super().attach(gradients)
         self._stages: dict[int, list[FlatParam]] = {}
         self._taps: dict[int, list[Tap]] = {}
@@ -108,16 +108,16 @@ class ChunkGradients(GradientReduction):
                     self._taps[index].append(taps[name])
         return taps
 
-    def of_chunk(self, stage: int) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
-        """Name, parameter and gradient of the chunk whose backward through ``stage`` ends, before :meth:`end_chunk`.
+    def of_microchunk(self, stage: int) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
+        """Name, parameter and gradient of the microchunk whose backward through ``stage`` ends.
 
         Each gradient is of the uses of the parameter under one name, in the shape of its local part.
         """
         yield from ((param.name, param, param.local_gradient) for param in self._stages[stage] if self._has_one(param))
-        yield from ((tap.name, tap.param, tap.chunk) for tap in self._taps[stage] if tap.chunk is not None)
+        yield from ((tap.name, tap.param, tap.microchunk) for tap in self._taps[stage] if tap.microchunk is not None)
 
     def of_window(self) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
-        """The gradients of the window, as :meth:`of_chunk`, before :meth:`before_collection`."""
+        """The gradients of the window, as :meth:`of_microchunk`, before :meth:`before_collection`."""
         params, taps = chain(*self._stages.values()), chain(*self._taps.values())
         yield from ((param.name, param, param.local_gradient) for param in params if self._has_one(param))
         yield from ((tap.name, tap.param, tap.window) for tap in taps if tap.window is not None)
@@ -126,28 +126,28 @@ class ChunkGradients(GradientReduction):
         """Whether a gradient of ``param`` was added since its last zero."""
         return param.version != self._zeros[param]
 
-    def begin_call(self, num_chunks: int) -> None:
-        """Prepare a call of ``num_chunks`` chunks on each data rank."""
-        self._trees = {index: SumTree(num_chunks) for index in self._stages}
+    def begin_call(self, num_microchunks: int) -> None:
+        """Prepare a call of ``num_microchunks`` microchunks on each data rank."""
+        self._trees = {index: SumTree(num_microchunks) for index in self._stages}
         given = [param for param in self._params if self._has_one(param)]
         self._earlier = {param: param.local_gradient.clone() for param in given}
         self._clear(given)
         for tap in chain(*self._taps.values()):
-            tap.chunk = None
+            tap.microchunk = None
         self._in_call = True
 
     @torch.no_grad()
-    def end_chunk(self, stage: int, index: int) -> None:
-        """Add the gradients of the chunk ``index``, whose backward through ``stage`` has just ended."""
+    def end_microchunk(self, stage: int, index: int) -> None:
+        """Add the gradients of the microchunk ``index``, whose backward through ``stage`` has just ended."""
         params, taps = self._stages[stage], self._taps[stage]
-        others = [None if tap.chunk is None else tap.chunk.to(torch.float32, copy=True) for tap in taps]
+        others = [None if tap.microchunk is None else tap.microchunk.to(torch.float32, copy=True) for tap in taps]
         for tap in taps:
-            tap.chunk = None
+            tap.microchunk = None
         if self._in_call:  # else it is computed again, for a diagnosis
             self._trees[stage].add(index, [*self._take(params), *others])
 
     def _take(self, params: Sequence[FlatParam]) -> Terms:
-        """The gradients that the last chunk gave to ``params``, copied to fp32; they are dropped where they were."""
+        """The gradients that the last microchunk gave to ``params``, in fp32; they are dropped where they were."""
         arrived = [param if self._has_one(param) else None for param in params]
         taken = [None if param is None else param.local_gradient.to(torch.float32, copy=True) for param in arrived]
         self._clear([param for param in arrived if param is not None])
@@ -179,10 +179,10 @@ class ChunkGradients(GradientReduction):
             torch.zeros(param.size, device=device) if value is None else value.reshape(-1)
             for param, value in zip(params, found, strict=True)
         ]
-        flat = torch.cat([*values, presence_of(found, device)])
+        flat = torch.cat([*values, _presence_of(found, device)])
         sum_over_(flat, group)
         *sums, counts = flat.split([*(param.size for param in params), len(params)])
-        return without_absent(sums, found, counts)
+        return _without_absent(sums, found, counts)
 
     def _write(self, param: FlatParam, value: torch.Tensor | None) -> None:
         earlier = self._earlier.get(param)
@@ -197,9 +197,8 @@ class ChunkGradients(GradientReduction):
         self._zeros.update((param, param.version) for param in params)
 
     def forget(self) -> None:
-        """As in the base class; also what a failed call has left."""
         for tap in chain(*self._taps.values()):
-            tap.chunk = tap.window = None
+            tap.microchunk = tap.window = None
         self._trees, self._earlier, self._written, self._in_call = {}, {}, {}, False
 
     def check(self) -> None:
@@ -243,7 +242,6 @@ class ChunkGradients(GradientReduction):
         return ((tap.window, tap.param.norm_weight) for tap in taps if tap.window is not None)
 
     def before_collection(self, found_inf: torch.Tensor) -> None:
-        """As in the base class; a parameter whose uses are all tapped has a gradient too."""
         for tap in chain(*self._taps.values()):
             if tap.window is not None:
                 tap.param.local_gradient.add_(tap.window)
@@ -255,7 +253,53 @@ class ChunkGradients(GradientReduction):
         sum_tied_gradients(self._context, self._gradients.parameters, torch.float32, complete=True)
 
 
-def presence_of(terms: Terms, device: torch.device) -> torch.Tensor:
+class ShardedMicrochunkGradients(MicrochunkGradients):
+    """As :class:`MicrochunkGradients`: a microchunk's gradients are whole, and of a call's each rank gets its shards.
+
+    Units gather parameters as elsewhere, and reduce no gradients. So those of a microchunk are as without them.
+    """
+
+    def _take(self, params: Sequence[FlatParam]) -> Terms:
+        return [self._take_one(param) for param in params]
+
+    def _take_one(self, param: FlatParam) -> torch.Tensor | None:
+        if not param.reserved:  # it has no elements, and is not gathered
+            return super()._take([param])[0]
+        assert self.units is not None
+        gradient = self.units.take_gradient(param.parameter)
+        return None if gradient is None else gradient.float() + 0.0  # 0 for -0, as where gradients are added to zeros
+
+    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam]) -> Terms:
+        if not params:
+            return found
+        count, device = self._context.config.parallel.shard, self._context.device
+        lengths = [*(param.reserved for param in params), len(params)]
+        present = _presence_of(found, device).expand(count, -1)
+        shards = torch.cat([*map(self._shards, params, found), present], dim=1)
+        own = torch.cat([self._own_shard(part) for part in shards.split(max(1, sizes.SUM_PIECE // count), dim=1)])
+        *sums, counts = own.split(lengths)
+        return _without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)
+
+    def _shards(self, param: FlatParam, value: torch.Tensor | None) -> torch.Tensor:
+        """All shards of a gradient, zeros if it is None, as rows; the last ones may be short."""
+        rows = torch.zeros(self._context.config.parallel.shard, param.reserved, device=self._context.device)
+        if value is not None:
+            rows.view(-1)[: value.numel()] = value.reshape(-1)
+        return rows
+
+    def _own_shard(self, shards: torch.Tensor) -> torch.Tensor:
+        """This rank's row of the sum of ``shards`` over data ranks, which are numbered along the mesh's axes."""
+        context = self._context
+        for name in reversed(context.axes_of("replicate", "shard")):
+            group = context.group_along(name)
+            if context.roles[name] == "replicate":
+                shards = sum_over(shards, group)
+            else:
+                shards = own_slice_of_sum(shards, group, 0)
+        return shards[0]
+
+
+def _presence_of(terms: Terms, device: torch.device) -> torch.Tensor:
     """0 for each of ``terms`` that is None, else 1; 1-dim float32 on ``device``, to which nothing is copied."""
     present = torch.ones(len(terms), device=device)
     for index, term in enumerate(terms):
@@ -264,10 +308,10 @@ def presence_of(terms: Terms, device: torch.device) -> torch.Tensor:
     return present
 
 
-def without_absent(sums: Sequence[torch.Tensor], terms: Terms, counts: torch.Tensor) -> Terms:
+def _without_absent(sums: Sequence[torch.Tensor], terms: Terms, counts: torch.Tensor) -> Terms:
     """``sums`` of the ``terms`` of all ranks, None where no rank has a term.
 
-    ``counts``: the sum of what :func:`presence_of` returns; the host waits for it only if this rank lacks a term.
+    ``counts``: the sum of what :func:`_presence_of` returns; the host waits for it only if this rank lacks a term.
     """
     if all(term is not None for term in terms):
         return [*sums]
