@@ -40,7 +40,7 @@ from .changes.replaced_parameters import ModelParameters
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
 from .masters import cast_weights
-from .matrices.exchange import MatrixExchange
+from .matrices.matrix_exchange import MatrixExchange
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""

@@ -13,7 +13,7 @@ from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..flat_buffer import StepRange
 from ..flat_weights import OptimizerWeights
-from ..fused_step import Block, FusedStep
+from ..fused_step import FusedStep, StepBlock
 from ..masters import RemainderMasters
 from .kernels import (
     FAMILIES,
@@ -96,7 +96,7 @@ class CompiledStep(FusedStep):
     def _compiled_block(
         self,
         kernel: Callable[..., None],
-        block: Block,
+        block: StepBlock,
         names: Sequence[str],
         row: torch.Tensor,
         skip: torch.Tensor | None,
