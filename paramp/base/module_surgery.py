@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from .torch_internals import expect
 
 expect("torch._debug_has_internal_overlap", "torch.nn.modules.batchnorm._BatchNorm")
+
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
 
 class PassThrough(nn.Module):
@@ -262,6 +265,19 @@ def unfrozen(name: str, problem: str) -> str:
         f"{name!r} was frozen when the optimizer was set up, so nothing steps it, but it {problem} now; unfreeze "
         "parameters before that, and freeze them again until they are to be trained"
     )
+
+
+def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """The parameters of ``module`` that require gradients, and those that do not."""
+    named = list(module.named_parameters())
+    return [pair for pair in named if pair[1].requires_grad], [pair for pair in named if not pair[1].requires_grad]
+
+
+def check_frozen(frozen: NamedParameters) -> None:
+    """Raise a RuntimeError for gradients of frozen parameters, which no optimizer steps."""
+    for name, parameter in frozen:
+        if parameter.grad is not None:
+            raise RuntimeError(unfrozen(name, "has a gradient"))
 
 
 def num_hooks(parameter: torch.Tensor) -> int:

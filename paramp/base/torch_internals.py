@@ -2,7 +2,7 @@
 
 :data:`INVENTORY` has a row for each owner, a module or a class. Code takes functions and classes by :func:`take`, and
 calls :func:`expect` where it begins to use attributes of a class; both raise an error that names what is missing.
-:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while.
+:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while, :func:`patched` attributes.
 :func:`warn_if_untested` warns once of a version of torch with which no test has run.
 """
 
@@ -13,7 +13,8 @@ import importlib
 import importlib.metadata
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -213,6 +214,12 @@ INVENTORY = (
     Private(PARAM, "_unsharded_dtensor_spec", "the placements of a gradient over tensor ranks", since="2.12"),
     Private(PARAM, "accumulate_unsharded_grad_if_needed to_accumulated_grad_if_needed", "adding up", until="2.14"),
     Private(PARAM, "unsharded_grad_dtype", "the dtype in which autograd adds gradients up", since="2.15"),
+    # torch: tracing
+    Private(
+        "torch",
+        "arange empty eye full linspace ones tensor tril_indices triu_indices zeros normal rand randint randn randperm",
+        "patched while a forward is traced: numbers that are proxies, and random tensors",
+    ),
     # torch: pipelines
     Private(
         STAGE,
@@ -324,6 +331,17 @@ def replace_kernels(
             for operator, kernel in kernels.items():
                 library.impl(operator, kernel, key, with_keyset=True)
     return library
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which the attribute ``name`` of ``owner``, of :data:`INVENTORY`, is ``value``."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def older_than(version: str) -> bool:

@@ -356,12 +356,12 @@ def _agree_on_backend(store: Any, device: torch.device, rank: int, world_size: i
     mine = f"no GPU of rank {rank}"
     if device.type == "cuda" and dist.is_nccl_available():
         mine = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    return agree(store, "device", mine, rank, world_size, _backend_of)
 
+    def backend_of(devices: list[str]) -> str:
+        gpus = {name for name in devices if name.startswith("GPU ")}
+        return "nccl" if len(gpus) == len(devices) else "gloo"
 
-def _backend_of(devices: list[str]) -> str:
-    gpus = {name for name in devices if name.startswith("GPU ")}
-    return "nccl" if len(gpus) == len(devices) else "gloo"
+    return agree(store, "device", mine, rank, world_size, backend_of)
 
 
 def _device_type(requested: torch.device | str | None) -> str:

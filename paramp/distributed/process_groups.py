@@ -14,15 +14,14 @@ The members wait for each other, so every rank makes its groups in the same orde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.torch_internals import expect
+from ..base.torch_internals import expect, patched
 
 expect("torch.distributed.distributed_c10d", "torch.distributed.device_mesh.DeviceMesh")
 
@@ -69,11 +68,15 @@ class ProcessGroups:
         splits = backend is None and _world_splits()
         if not (mine or splits):
             return None
-        with _named(f"{self._prefix}/{name}/{mine[0] if mine else 'none'}"):  # the groups of a family differ in it
+        # By default the name has the number of groups that this process is in. That differs between ranks, for example
+        # if a parameter is tied between some stages only, and ranks that call one group by two names wait forever:
+        # gloo's to connect, NCCL's to be destroyed (pytorch #190396).
+        full_name = f"{self._prefix}/{name}/{mine[0] if mine else 'none'}"  # the groups of a family differ in it
+        with patched(c10d, "_process_group_name", lambda *_, **__: full_name):
             if splits:
                 made = dist.split_group(split_ranks=family.tolist(), group_desc=name)
             else:
-                with _unbound():
+                with patched(c10d._get_default_group(), "bound_device_id", None):  # else it is split from the world
                     made = dist.new_group(mine, backend=backend, use_local_synchronization=True, group_desc=name)
                 if dist.get_backend(made) == "gloo":
                     # A member that is connected and destroys the group at once would break the connection of one that
@@ -112,34 +115,3 @@ def _world_splits() -> bool:
     if len({part.rpartition(":")[2] for part in dist.get_backend_config().split(",")}) > 1:
         return False  # split_group would hand NCCL's options to gloo
     return bool(world._get_backend(world.bound_device_id).supports_splitting)
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """Let torch's ``new_group`` make a group that is not split from the world, as it would with a bound device."""
-    world = c10d._get_default_group()
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Give the group that torch makes inside this ``name``.
-
-    By default the name has the number of groups that this process is in. That number differs between ranks, for example
-    if a parameter is tied between some stages only, and ranks that call one group by two names wait forever: gloo's
-    to connect, NCCL's to be destroyed (pytorch #190396).
-    """
-    default = c10d._process_group_name
-    c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        c10d._process_group_name = default

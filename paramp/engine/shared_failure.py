@@ -49,7 +49,7 @@ class SharedFailure:
         groups = context.ranks_along(axes).tolist()
         self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0
-        self._own: Exception | None = None
+        self._local_error: Exception | None = None
         self.is_alone = False
         self.find_late: Callable[[], Exception | None] = lambda: None
         """The error of this rank, None if it has none, that only the device knew of; called when ranks have failed."""
@@ -75,7 +75,7 @@ class SharedFailure:
     def record(self, error: Exception) -> None:
         """Keep ``error``, of a batch on this rank, for the next all-reduce; raise it at once if there will be none."""
         self.raise_if_alone(error)
-        self._own = self._own or error
+        self._local_error = self._local_error or error
 
     def raise_if_alone(self, error: Exception) -> None:
         """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
@@ -93,12 +93,12 @@ class SharedFailure:
 
     def take(self) -> Exception | None:
         """Return the recorded error, and clear it."""
-        own, self._own = self._own, None
-        return own
+        error, self._local_error = self._local_error, None
+        return error
 
     def flag(self) -> torch.Tensor:
         """1 if this rank failed, else 0; 1-dim float64 of one element, to be summed over all ranks."""
-        return torch.full((1,), float(self._own is not None), dtype=torch.float64, device=self._context.device)
+        return torch.full((1,), float(self._local_error is not None), dtype=torch.float64, device=self._context.device)
 
     @property
     def is_delayed(self) -> bool:

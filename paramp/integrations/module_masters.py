@@ -22,7 +22,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
-from ..optim.master_weights import MasterWeight, drop_master_gradients, follow_changes, write_back
+from ..optim.masters import Masters, drop_gradients, follow_changes, write_back
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What ``torch.compile`` and activation checkpointing add to names; distributed checkpoints leave it out."""
@@ -33,7 +33,7 @@ class ModuleMasters:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._weights: dict[torch.Tensor, MasterWeight] = {}
+        self._weights: dict[torch.Tensor, Masters] = {}
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
 
@@ -51,7 +51,7 @@ class ModuleMasters:
     def add(self, weight: nn.Parameter, value: torch.Tensor) -> None:
         """Give ``weight`` a master of this ``value``, of its shape and layout, which it is about to be rounded from."""
         master = value.detach().to(weight.device, torch.float32)
-        self._weights[weight] = MasterWeight(weight, nn.Parameter(master, weight.requires_grad))
+        self._weights[weight] = Masters(weight, nn.Parameter(master, weight.requires_grad))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights."""
@@ -77,7 +77,7 @@ class ModuleMasters:
         try:
             held = self._held(optimizer)
             for one in held:
-                one.hand_over_gradient()
+                one.take_gradient()
             yield
             for one in held:
                 gradient = one.stepped.grad
@@ -91,7 +91,7 @@ class ModuleMasters:
         for one in self._held(optimizer):
             gradient, count = self._given.get(one.weight, (None, 0))
             if gradient is not one.weight.grad or count != _version(gradient):
-                one.hand_over_gradient()
+                one.take_gradient()
                 self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
 
     def check_scaled(self) -> None:
@@ -140,7 +140,7 @@ class ModuleMasters:
         """Free the masters' gradients, also if the step was skipped."""
         for one in self._held(optimizer):
             self._given.pop(one.weight, None)
-            drop_master_gradients([one])
+            drop_gradients([one])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if any(closure is not None for closure in (*args, *kwargs.values()) if callable(closure)):
@@ -157,7 +157,7 @@ class ModuleMasters:
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> list[MasterWeight]:
+    def _held(self, optimizer: torch.optim.Optimizer) -> list[Masters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         found = (one for one in self._weights.values() if not held.isdisjoint((one.weight, one.stepped)))
@@ -173,7 +173,7 @@ class ModuleMasters:
     def _put_weights(self, optimizer: torch.optim.Optimizer) -> None:
         _replace(optimizer, {one.stepped: one.weight for one in self._held(optimizer)})
 
-    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, MasterWeight]]:
+    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, Masters]]:
         for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             one = self._weights.get(parameter)
             if one is not None and one.has_master:

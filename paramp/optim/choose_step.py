@@ -13,7 +13,7 @@ from ..base.scratch_cpu import Scratch
 from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep
-from .matrices.step import MatrixStep
+from .matrices.matrix_step import MatrixStep
 from .user_optimizer import NarrowState, check_narrow_state
 
 

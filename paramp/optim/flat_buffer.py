@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,10 +18,24 @@ from ..base.torch_internals import take
 from ..precision.policy import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
 from ..scaling.local_norm import NORM_BLOCK
-from .master_storage import MASTER_STORAGE, StochasticWeights
+from .masters import MASTERS, StochasticWeights
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
+
+
+class Units(Protocol):
+    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
+
+    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
+
+    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
+
+    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
+
+    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
 
 @dataclass(eq=False)
@@ -97,8 +112,7 @@ class Buffer:
         self.gradients = self.weights[:0]
         self.gradient_dtype = precision.grad_dtype or first.dtype
         kind = precision.masters or (precision.rounding == "stochastic" and "stochastic")
-        storage = MASTER_STORAGE[kind if first.dtype.itemsize == 2 else False]
-        self.masters = storage(self.own(self.weights))
+        self.masters = MASTERS[kind if first.dtype.itemsize == 2 else False](self.own(self.weights))
         if isinstance(self.masters, StochasticWeights):
             self.masters.random_bits = self.random_bits
         self.rounds_state = precision.optimizer_state == "bf16"

@@ -11,19 +11,17 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from ..base.dtensor import is_dtensor, local, version
-from ..base.module_surgery import num_hooks
+from ..base.module_surgery import NamedParameters, check_frozen, num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replicas import TiedParameter
-from .flat_buffer import Buffer, FlatParam, step_ranges
-from .master_weights import NamedParameters, check_frozen
+from .flat_buffer import Buffer, FlatParam, Units, step_ranges
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -35,20 +33,6 @@ GRADIENT = operator.attrgetter("grad")
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")
 ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
-
-
-class Units(Protocol):
-    """What is needed of :class:`paramp.parallel.fsdp.units.ShardedUnits`."""
-
-    def padded_sizes(self) -> Mapping[nn.Parameter, int]: ...
-
-    def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def put_back(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None: ...
-
-    def on_gradient(self, call: Callable[[torch.Tensor], None]) -> Callable[[], None]: ...
-
-    def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
 
 class GradientReduction:

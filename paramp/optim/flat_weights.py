@@ -29,6 +29,7 @@ from torch import nn
 
 from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
+from ..base.module_surgery import trained_and_frozen
 from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
 from ..precision.policy import Precision
@@ -38,8 +39,8 @@ from .changes.in_place import ChangedWeights
 from .changes.replaced_parameters import ModelParameters
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
-from .master_weights import cast_weights, trained_and_frozen
-from .matrices.exchange import MatrixExchange
+from .masters import cast_weights
+from .matrices.matrix_exchange import MatrixExchange
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""
@@ -174,7 +175,7 @@ class FlatWeights:
         for param in map(self._param_of.get, weights):
             if param is not None:
                 buffer = self._buffer_of[param]
-                buffer.masters.follow(buffer.own_range(param))
+                buffer.masters.follow_load(buffer.own_range(param))
 
     def _follow_replaced(self, replaced: Sequence[nn.Parameter]) -> None:
         """Follow parameters that were put back into the model with the values of their replacements."""
@@ -274,7 +275,8 @@ class OptimizerWeights:
     def write_back(self) -> None:
         """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
         for buffer in self.buffers:
-            buffer.masters.round_to_weights()
+            if buffer.masters.has_master:
+                buffer.masters.weight.copy_(buffer.masters.stepped)
         self.gather_weights()
 
     @torch.no_grad()
@@ -323,7 +325,7 @@ def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn
     if buffer.num_parts > 1:
         # The optimizer's state of a 0-dim weight is 0-dim too, also in checkpoints.
         stepped = nn.Parameter(masters.stepped[own].view([-1] * bool(parameter.ndim)))
-    elif masters.stepped is not masters.weights:
+    elif masters.has_master:
         stepped = nn.Parameter(buffer.view(masters.stepped, param))
     elif is_dtensor(parameter) or buffer.gradient_dtype is not weight.dtype:
         stepped = nn.Parameter(weight)

@@ -22,7 +22,7 @@ from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges
 from .flat_weights import NO_GROUP, OptimizerWeights
-from .master_storage import ALL, NoMasters
+from .masters import ALL, Masters
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
@@ -80,10 +80,10 @@ KERNELS: dict[type[torch.optim.Optimizer], Kernel] = {
 
 
 @dataclass(frozen=True)
-class Block:
+class StepBlock:
     """Views of a part of a step range, kept from step to step: making them costs microseconds each."""
 
-    masters: NoMasters
+    masters: Masters
     gradient: torch.Tensor
     state: State
     random_bits: Callable[[], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]] | None
@@ -159,7 +159,7 @@ class FusedStep:
         self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
         self._scratch = Scratch()
         self._step_ranges, self._ranges = StepRanges(weights.buffers), list[StepRange]()
-        self._blocks: dict[tuple[StepRange, int], list[Block]] = {}
+        self._blocks: dict[tuple[StepRange, int], list[StepBlock]] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
         self._loading: dict[str, Any] | None = None
         self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
@@ -191,7 +191,7 @@ class FusedStep:
     def _run(
         self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
     ) -> None:
-        """``compare``: weights may have been changed in place (:meth:`NoMasters.read`)."""
+        """``compare``: weights may have been changed in place (:meth:`Masters.read`)."""
         device = self._steps.device.type
         scale = (grad_scale.reciprocal() if device == "cpu" else grad_scale).float()
         for step_range in ranges:
@@ -212,7 +212,7 @@ class FusedStep:
                 block.store_state(state, state_in)
                 block.masters.write_stepped(ALL, master_in, self._scratch)
 
-    def _in_blocks(self, step_range: StepRange, size: int) -> list[Block]:
+    def _in_blocks(self, step_range: StepRange, size: int) -> list[StepBlock]:
         """The blocks of a range, of at most ``size`` elements."""
         key = step_range, size
         if key not in self._blocks:
@@ -221,12 +221,12 @@ class FusedStep:
             self._blocks[key] = [self._block(step_range, at, min(size, length - at)) for at in range(0, length, size)]
         return self._blocks[key]
 
-    def _block(self, step_range: StepRange, start: int, length: int) -> Block:
+    def _block(self, step_range: StepRange, start: int, length: int) -> StepBlock:
         buffer, first = step_range.buffer, step_range.start + start
         own = slice(step_range.own_start + start, step_range.own_start + start + length)
         state = {name: value[own] for name, value in self._state[buffer].items()}
         bits = partial(buffer.random_bits, own) if buffer.rounds_state else None
-        return Block(buffer.masters.part(own), buffer.gradients[first : first + length], state, bits)
+        return StepBlock(buffer.masters.part(own), buffer.gradients[first : first + length], state, bits)
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""

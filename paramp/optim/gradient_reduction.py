@@ -25,8 +25,8 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics import Numerics
 from ..scaling.grad_reduce import unscale_and_check_
 from ..scaling.replicas import TiedParameter
-from .flat_buffer import Buffer, FlatParam
-from .flat_gradients import FlatGradients, GradientReduction, Units
+from .flat_buffer import Buffer, FlatParam, Units
+from .flat_gradients import FlatGradients, GradientReduction
 
 expect("torch._foreach_zero_")
 

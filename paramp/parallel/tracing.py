@@ -297,7 +297,10 @@ class _Tracer(fx.Tracer):
 
     @contextmanager
     def recording_factories(self) -> Iterator[None]:
-        """A context in which functions such as ``torch.arange`` accept proxies instead of numbers."""
+        """A context in which functions such as ``torch.arange`` accept proxies instead of numbers.
+
+        They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``.
+        """
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
         def recording(name: str) -> Callable[..., Any]:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import paramp
+from paramp.optim.compiled import compiled_step as compiled
 from paramp.optim.compiled import norm
-from paramp.optim.compiled import step as compiled
 from paramp.optim.compiled.kernels import (
     by_arithmetic,
     compiled_step,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
-from paramp.optim.matrices.exchange import owners
+from paramp.optim.matrices.matrix_exchange import owners
 from paramp.optim.matrices.trial import ELEMENTWISE, needs_whole_matrices
 
 CPU = torch.device("cpu")

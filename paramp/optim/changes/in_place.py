@@ -42,7 +42,7 @@ class ChangedWeights:
         self.due = False
         self._always = self._postponed = False
         self._device = device
-        self._samples = [_Sample(buffer) for buffer in buffers if buffer.masters.are_compared]
+        self._samples = [_Sample(buffer) for buffer in buffers if buffer.masters.has_master]
         self._found: list[tuple[_Sample, torch.Tensor]] = []
         self._num_steps = 0
         on_gpu = device.type == "cuda"
@@ -148,7 +148,7 @@ class _Sample:
     def changed_rows(self, step: int) -> torch.Tensor:
         """For each run whether the row of ``step`` has a weight that is not its master's rounding; 1-dim bool."""
         masters, rows = self.buffer.masters, self._first_rows + step % self._lengths
-        weights = masters.weights.view(-1, ALIGNMENT).index_select(0, rows)
+        weights = masters.weight.view(-1, ALIGNMENT).index_select(0, rows)
         rounded = masters.stepped.view(-1, ALIGNMENT).index_select(0, rows).to(weights.dtype)
         differ = rounded.view(torch.int16) != weights.view(torch.int16)
         return (differ & ~(rounded.isnan() & weights.isnan())).any(1)  # there are many bits of NaN

@@ -14,7 +14,7 @@ from ...base.collectives import gather_objects
 from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...scaling.replicas import Role
 from ..flat_weights import NO_GROUP, FlatWeights
-from .exchange import MatrixExchange
+from .matrix_exchange import MatrixExchange
 from .trial import needs_whole_matrices
 
 

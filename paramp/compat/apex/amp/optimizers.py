@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....optim.master_weights import drop_master_gradients, follow_changes, write_back
+from ....optim.masters import drop_gradients, follow_changes, write_back
 from ....optim.user_optimizer import warn_of_eps
 from .errors import AmpError
 from .session import Session, print_on_main
@@ -147,14 +147,14 @@ class ApexOptimizer:
         for weight in self.weights:
             if weight.has_master:
                 weight.note_version()
-        drop_master_gradients(self.weights)  # model.zero_grad(), which scripts may call, does not drop them
+        drop_gradients(self.weights)  # model.zero_grad(), which scripts may call, does not drop them
         return result
 
     def _skip(self) -> None:
         for loss_id, what in self.overflows.items():
             print_on_main(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what}")
         self.overflows.clear()
-        drop_master_gradients(self.weights)
+        drop_gradients(self.weights)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a scheduler's first step warns
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ....base.dtensor import local
-from ....optim.master_weights import MasterWeight
+from ....optim.masters import Masters
 from ....scaling.grad_reduce import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 
@@ -17,7 +17,7 @@ def is_low(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-class AmpWeight(MasterWeight):
+class AmpWeight(Masters):
     """A weight with its master, and the state of its gradient."""
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
@@ -74,8 +74,8 @@ class AmpWeight(MasterWeight):
         self._stash = self.stepped.grad
         self.weight.grad = self.stepped.grad = None
 
-    def hand_over_gradient(self) -> None:
-        super().hand_over_gradient()
+    def take_gradient(self) -> None:
+        super().take_gradient()
         self._spent = None if self.weight.grad is None else self.weight.grad._version
 
     @property
@@ -121,7 +121,7 @@ def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor
     """
     complete_and_check([weight.weight for weight in weights], found_inf)
     for weight in weights:
-        weight.hand_over_gradient()
+        weight.take_gradient()
     gradients = dense_gradients([weight.stepped for weight in weights])
     unscale_and_check_(gradients, torch.full_like(found_inf, 1.0 / scale), found_inf)
     for weight in weights:

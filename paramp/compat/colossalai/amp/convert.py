@@ -25,12 +25,12 @@ from ....base.errors import ConfigError
 from ....base.module_surgery import names_by_parameter
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
-from ....optim.master_weights import Weights
 from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
 from ....pipeline.stage import Stage
 from ....precision.policy import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer
+from .weights import Weights
 
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options

@@ -15,7 +15,6 @@ from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....engine.step import StepResult
-from ....optim.master_weights import Weights
 from ....optim.user_optimizer import StepGuard
 from ....scaling.decision import clip_coefficient
 from ....scaling.grad_norm import norm_weight, positive, total_norm
@@ -23,6 +22,7 @@ from ....scaling.grad_reduce import complete_and_check, unscale_and_check_
 from ....scaling.local_norm import count_zeros
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling import LossScaling
+from .weights import Weights
 
 expect("torch._foreach_mul_")
 

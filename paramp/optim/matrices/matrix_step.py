@@ -9,7 +9,7 @@ import torch
 
 from ..flat_buffer import FlatParam
 from ..flat_weights import OptimizerWeights
-from .exchange import placeholder
+from .matrix_exchange import placeholder
 
 
 class MatrixStep:

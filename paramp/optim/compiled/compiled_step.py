@@ -13,8 +13,8 @@ from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ..flat_buffer import StepRange
 from ..flat_weights import OptimizerWeights
-from ..fused_step import Block, FusedStep
-from ..master_storage import ResidualMasters
+from ..fused_step import FusedStep, StepBlock
+from ..masters import RemainderMasters
 from .kernels import (
     FAMILIES,
     Family,
@@ -88,7 +88,7 @@ class CompiledStep(FusedStep):
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)
-            in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, ResidualMasters)
+            in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, RemainderMasters)
             size = sizes.STEP_BLOCK["cpu"] if in_blocks else step_range.length
             for block in self._in_blocks(step_range, size):
                 self._compiled_block(kernel, block, names, row, skip)
@@ -96,15 +96,15 @@ class CompiledStep(FusedStep):
     def _compiled_block(
         self,
         kernel: Callable[..., None],
-        block: Block,
+        block: StepBlock,
         names: Sequence[str],
         row: torch.Tensor,
         skip: torch.Tensor | None,
     ) -> None:
         """Step a block in place."""
-        masters, gradient, weight = block.masters, block.gradient, block.masters.weights
-        master = None if masters.stepped is weight else masters.stepped
-        remainder = masters.remainders if isinstance(masters, ResidualMasters) else None
+        masters, gradient, weight = block.masters, block.gradient, block.masters.weight
+        master = masters.stepped if masters.has_master else None
+        remainder = masters.remainders if isinstance(masters, RemainderMasters) else None
         state = [block.state[name] for name in names]
         if not self._on_cpu or remainder is None:
             kernel(weight, master, remainder, gradient, state, row, skip, None)
@@ -124,12 +124,12 @@ class CompiledStep(FusedStep):
         variant = Variant(
             family=self._family,
             device=self._weights.device.type,
-            weight=masters.weights.dtype,
+            weight=masters.weight.dtype,
             gradient=step_range.buffer.gradients.dtype,
             state=masters.dtype,
             num_states=len(self._names(step_range)),
-            has_master=masters.stepped is not masters.weights,
-            has_remainder=isinstance(masters, ResidualMasters),
+            has_master=masters.has_master,
+            has_remainder=isinstance(masters, RemainderMasters),
             nesterov=bool(options.get("nesterov")),
             has_l2=bool(options["weight_decay"]) and not options.get("decoupled_weight_decay"),
         )

@@ -1,0 +1,122 @@
+"""The weights of a converted model, and what its optimizer steps: fp32 masters, or the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ....base.dtensor import is_dtensor, local
+from ....base.module_surgery import check_frozen, trained_and_frozen
+from ....optim.changes.replaced_parameters import ModelParameters
+from ....optim.masters import (
+    Masters,
+    cast_weights,
+    drop_gradients,
+    follow_changes,
+    write_back,
+)
+from ....precision.policy import Precision
+
+
+class Weights:
+    """The trained parameters of one rank, each with a local tensor that the optimizer steps in its place.
+
+    The stepped tensors are plain, so that the optimizer's foreach and fused paths work for any mix of shards and
+    replicas.
+
+    Attributes:
+        names, parameters: the model's own, with the whole model's names.
+        stepped: the tensors that the optimizer steps, in the same order.
+    """
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        """``module`` holds full-precision weights on their device; it is cast to the mode's dtype here."""
+        originals = cast_weights(module, precision)
+        trained, self._frozen = trained_and_frozen(module)
+        self.names = [name for name, _ in trained]
+        self.parameters = [parameter for _, parameter in trained]
+        self._weights = [
+            Masters(parameter, _stepped_for(parameter, originals.pop(name, None))) for name, parameter in trained
+        ]
+        self.stepped = [one.stepped for one in self._weights]
+        self._model_parameters = ModelParameters(module)
+
+    def check_replaced(self) -> None:
+        """Put parameters of the model that were replaced back into it, with the values of their replacements.
+
+        Raises:
+            RuntimeError: there were some. A forward since then used the replacements.
+        """
+        if replaced := set(self._model_parameters.put_back()):
+            names = [repr(name) for name, own in zip(self.names, self.parameters, strict=True) if own in replaced]
+            raise RuntimeError(
+                f"{', '.join(names) or 'a frozen parameter'} was replaced after convert_to_amp, as by "
+                "load_state_dict(assign=True), so this loss has no gradient for it; its value is in the model's own "
+                "parameter now: run the batch again"
+            )
+
+    def by_name(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the optimizer steps, by the model's names."""
+        return dict(zip(self.names, self.stepped, strict=True))
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """This rank's fp32 masters by the model's names, sharing storage: the state to save."""
+        follow_changes(self._weights)
+        pairs = zip(self.names, self._weights, strict=True)
+        return {name: one.stepped.detach() for name, one in pairs if one.has_master}
+
+    @torch.no_grad()
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Load ``masters``, as :meth:`masters` returned them, and round them to the weights.
+
+        Raises:
+            ValueError: the names or shapes differ from this rank's.
+        """
+        own = self.masters()
+        problems = [name for name in own if name not in masters or masters[name].shape != own[name].shape]
+        problems += [name for name in masters if name not in own]
+        if problems:
+            raise ValueError(
+                f"masters: {problems[0]!r} is missing, unknown or of another shape; load what the same rank saved "
+                "in the same layout and mode"
+            )
+        for name, master in own.items():
+            master.copy_(masters[name])
+        self.write_back()
+
+    @torch.no_grad()
+    def load_gradients(self) -> list[torch.Tensor]:
+        """Set each stepped tensor's gradient to its weight's (in fp32 for a master); return those that exist.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient.
+        """
+        check_frozen(self._frozen)
+        for one in self._weights:
+            one.take_gradient()
+        return [stepped.grad for stepped in self.stepped if stepped.grad is not None]
+
+    def follow_changes(self) -> None:
+        """Update masters whose weights were changed in place; before each step."""
+        follow_changes(self._weights)
+
+    def write_back(self) -> None:
+        """Round the stepped masters to the weights. Without masters they share storage already."""
+        write_back(self._weights)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of weights and masters."""
+        for one in self._weights:
+            one.weight.grad = one.stepped.grad = None
+
+    def drop_master_gradients(self) -> None:
+        """Free the masters' fp32 gradients, which are not read after the step."""
+        drop_gradients(self._weights)
+
+
+def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
+    if original is not None and parameter.dtype is not torch.float32:
+        return nn.Parameter(original.to(torch.float32))  # an fp32 original has no other user and is not copied
+    return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter

@@ -1,0 +1,233 @@
+"""fp32 masters of half-precision weights: what is stepped in place of weights, and how these follow it and it them.
+
+==========================  ==================================  ======================================================
+:data:`MASTERS`             stored beside the weights           stepped by the optimizer
+==========================  ==================================  ======================================================
+``False``                   nothing                             the weights
+``"stochastic"``            nothing                             the weights, rounded stochastically after a fused step
+``True``                    fp32 masters, 4 bytes a weight      the masters, which are then rounded to the weights
+``"remainder"``             int16 remainders, 2 bytes a weight  masters, joined block by block, only during a step
+==========================  ==================================  ======================================================
+
+An engine has one :class:`Masters` for the part of each flat buffer that this rank steps. Loops without flat buffers
+(:mod:`paramp.compat`, :mod:`paramp.integrations`) have one for each parameter, plain or DTensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+
+from ..base.dtensor import is_dtensor, local
+from ..base.module_surgery import cast_parameters
+from ..base.scratch_cpu import Scratch, zeros_apart
+from ..base.torch_internals import expect
+from ..precision.master_residuals import join, split
+from ..precision.policy import Precision
+from ..precision.stochastic_rounding import rounded
+
+expect("torch._foreach_copy_")
+
+ALL = slice(None)
+
+
+class Masters:
+    """A weight, and what is stepped in its place: another tensor, its fp32 master, or the weight itself.
+
+    Slices are of 1-dim weights.
+
+    Attributes:
+        weight: the weights that this rank steps: a view of their buffer, 1-dim, or a parameter.
+        stepped: the storage of the optimizer's parameters, as long as ``weight``.
+        dtype: that of the values that are stepped, and of the optimizer's state, if this is not stored in another.
+        state: the tensors stored beside the weights, each as long as they.
+    """
+
+    needs_fused_step: ClassVar[str | None] = None
+    """The setting that only a fused step can follow, as for masters that exist only during it; None: any step can."""
+
+    def __init__(self, weight: torch.Tensor, stepped: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.stepped = weight if stepped is None else stepped
+        self.dtype = self.stepped.dtype
+        self.state = (self.stepped,) if self.has_master else ()
+
+    @property
+    def has_master(self) -> bool:
+        """Whether :attr:`stepped` is a master, which has another dtype than the weight, and follows its changes."""
+        return self.weight.dtype is not self.stepped.dtype
+
+    def part(self, own: slice) -> Self:
+        """The masters of a slice, which share memory."""
+        part = copy.copy(self)
+        part.weight = self.weight[own]
+        part.stepped = part.weight if self.stepped is self.weight else self.stepped[own]
+        part.state = ()
+        return part
+
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
+        """The values that are stepped in a slice; a view of :attr:`stepped` if that holds them, else of ``scratch``.
+
+        If a master does not round to its weight, the weight was changed in place, and the master takes its value.
+        ``compare``: False if no weight was changed since the last step
+        (:class:`~paramp.optim.changes.in_place.ChangedWeights`).
+        """
+        stepped = sliced(self.stepped, own)
+        if compare and self.has_master:
+            follow(sliced(self.weight, own), stepped, scratch)
+        return stepped
+
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        """Store ``values``, floating point, and round them to the weights."""
+        stepped = sliced(self.stepped, own)
+        if stepped.data_ptr() != values.data_ptr():  # values stepped in place need no copy
+            stepped.copy_(values)
+        if self.has_master:
+            sliced(self.weight, own).copy_(values)
+
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        """As :meth:`write`, for the values of a fused step."""
+        self.write(own, values, scratch)
+
+    def follow_load(self, own: slice) -> None:
+        """Update masters after weights were loaded."""
+        self.read(own)
+
+    def take_gradient(self) -> None:
+        """Set the gradient of the stepped tensor to the weight's, in its dtype; None if there is none."""
+        gradient = self.weight.grad
+        if gradient is None:
+            self.stepped.grad = None
+        elif self.stepped is not self.weight:
+            given = gradient if is_dtensor(self.stepped) else local(gradient)
+            self.stepped.grad = given.detach().to(self.stepped.dtype)
+
+
+class StochasticWeights(Masters):
+    """Half-precision weights without masters, rounded stochastically.
+
+    Attributes:
+        start: where this weight begins in the rank's part of the buffer, if it is a part of the rank's.
+        random_bits: that of the :class:`~paramp.optim.flat_buffer.Buffer`, which sets it.
+    """
+
+    needs_fused_step = "rounding: got 'stochastic'"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.start = 0
+        self.random_bits: Callable[[slice], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]]
+
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.start = self.start + own.start
+        return part
+
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        weight, first = sliced(self.weight, own), self.start + (own.start or 0)
+        for part, bits in self.random_bits(slice(first, first + len(values))):
+            weight[part].copy_(rounded(values[part], bits(0), weight.dtype))
+
+
+class RemainderMasters(Masters):
+    """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.precision.master_residuals`)."""
+
+    needs_fused_step = "masters: got 'remainder'"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.dtype = torch.float32
+        self.remainders = zeros_apart(len(weight), torch.int16, weight.device)
+        self.state = (self.remainders,)
+
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.remainders = self.remainders[own]
+        return part
+
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
+        weight = sliced(self.weight, own)
+        master = join(weight, sliced(self.remainders, own), scratch)
+        # After a change in place, weight and remainder may not fit together: a zero with the remainder of another
+        # bfloat16 may be NaN. So they are compared in any case.
+        follow(weight, master, scratch)
+        return master
+
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        split(values.float(), sliced(self.weight, own), sliced(self.remainders, own), scratch)
+
+    def follow_load(self, own: slice) -> None:
+        """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
+        self.remainders[own].zero_()
+
+
+MASTERS: dict[bool | str, Callable[[torch.Tensor], Masters]] = {
+    False: Masters,
+    "stochastic": StochasticWeights,
+    True: lambda weight: Masters(weight, zeros_apart(len(weight), torch.float32, weight.device)),
+    "remainder": RemainderMasters,
+}
+"""The masters for each value of :attr:`paramp.Precision.masters`, and for stochastic rounding without masters."""
+
+
+def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:
+    """``flat[own]``; ``flat`` itself if that is all of it, because a view costs a microsecond."""
+    return flat if own == ALL else flat[own]
+
+
+def follow(weight: torch.Tensor, master: torch.Tensor, scratch: Scratch | None = None) -> None:
+    """Give ``master`` (float32) the value of ``weight`` (2 bytes) in each element that does not round to its bits.
+
+    In place, same shapes; 1-dim if ``scratch`` is given, which holds the temporary.
+    """
+    rounded = scratch.like("rounded", weight, weight.dtype) if scratch else torch.empty_like(weight)
+    changed = rounded.copy_(master).view(torch.int16).bitwise_xor_(weight.view(torch.int16))
+    # Mostly nothing has changed. On a CPU the check costs less than the write; on a GPU it would synchronise.
+    if weight.device.type == "cpu" and not changed.flatten().view(torch.uint8).any():  # any() is fast for bytes only
+        return
+    torch.where(changed == 0, master, weight, out=master)
+
+
+@torch.no_grad()
+def follow_changes(parameters: Iterable[Masters]) -> None:
+    """Update masters whose weights were changed in place since the last rounding; call it before masters are read."""
+    for one in parameters:
+        if one.has_master:
+            follow(local(one.weight).detach(), local(one.stepped).detach())
+
+
+@torch.no_grad()
+def write_back(parameters: Iterable[Masters]) -> None:
+    """Round the stepped masters to their weights. Without masters they share storage already."""
+    pairs = [(local(one.weight), local(one.stepped)) for one in parameters if one.has_master]
+    if pairs:
+        rounded, masters = zip(*pairs, strict=True)
+        torch._foreach_copy_(list[torch.Tensor](rounded), list[torch.Tensor](masters))
+
+
+def drop_gradients(parameters: Iterable[Masters]) -> None:
+    """Free the masters' fp32 gradients, which are not read after the step."""
+    for one in parameters:
+        if one.has_master:
+            one.stepped.grad = None
+
+
+def cast_weights(
+    module: nn.Module, precision: Precision, *, untrained: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Cast the weights of ``module`` to the mode's dtype.
+
+    ``untrained``: another dtype for frozen weights and for buffers.
+
+    Returns:
+        If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
+    """
+    named = module.named_parameters() if precision.masters else ()
+    originals = {name: local(parameter).detach() for name, parameter in named}
+    keep = precision.keep_batchnorm_fp32
+    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
+    return originals
