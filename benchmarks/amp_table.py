@@ -48,7 +48,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.models import ResNet, ViT
 from paramp.precision.capabilities import has_native_fp16
-from paramp.precision.policy import PRESETS, Precision
+from paramp.precision.modes import PRESETS, Precision
 
 MODELS: dict[str, type[ResNet] | type[ViT]] = {"vit": ViT, "resnet": ResNet}
 

@@ -56,7 +56,7 @@ from paramp.base.errors import ConfigError
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.partition import plan_stages, units
 from paramp.parallel.tensor.sharding_plan import resolve_plan
-from paramp.precision.policy import Precision
+from paramp.precision.modes import Precision
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}

@@ -39,7 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.models import GPT, GPTConfig
-from paramp.precision.policy import Precision
+from paramp.precision.modes import Precision
 
 STEPS = 20
 MAX_GROUPS = 32

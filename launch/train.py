@@ -33,7 +33,7 @@ from train_app.reporter import Reporter, announce, announce_resume, check_tensor
 from train_app.settings import NORMS, Job, TrainConfig, configure
 
 import paramp
-from paramp.base.coerce import user_path
+from paramp.base.user_values import user_path
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes

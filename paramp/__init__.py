@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from .observe.replica_check import check_replicas
     from .parallel.batches import whole
     from .parallel.materialize import init_module
-    from .precision.policy import Precision
+    from .precision.modes import Precision
     from .scaling.grad_norm import clip_grad_norm_
     from .scaling.loss_scaler import DistributedGradScaler
-    from .scaling.loss_scaling import LossScaling
+    from .scaling.loss_scaling_options import LossScaling
 
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -103,10 +103,10 @@ _HOMES = {
     "observe.replica_check": "check_replicas",
     "scaling.grad_norm": "clip_grad_norm_",
     "scaling.loss_scaler": "DistributedGradScaler",
-    "scaling.loss_scaling": "LossScaling",
+    "scaling.loss_scaling_options": "LossScaling",
     "parallel.batches": "whole",
     "parallel.materialize": "init_module",
-    "precision.policy": "Precision",
+    "precision.modes": "Precision",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 """Where each public name lives. It loads on first use, so that ``import paramp`` costs little over ``import torch``."""

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paramp import ConfigError
-from paramp.base.coerce import user_path
 from paramp.base.errors import nearest
+from paramp.base.user_values import user_path
 
 from .text import Encoder, TextFiles, find_text, is_held_out, read_text, split_by_name, why_not_text
 from .tokens import ArrayTokens, FileTokens, TokenSource

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from paramp import ConfigError, Metrics, ParallelContext
-from paramp.base.coerce import user_path
+from paramp.base.user_values import user_path
 from paramp.config.files import load
 from paramp.observe.metrics import is_finite, set_aside
 

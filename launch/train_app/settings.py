@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paramp import Config, ConfigError, algorithms
-from paramp.base.coerce import build, keys
 from paramp.base.errors import key_name, nearest, require, shown
+from paramp.base.user_values import build, keys
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
 from paramp.models.gpt import PRESETS, GPTConfig

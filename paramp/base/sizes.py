@@ -13,7 +13,7 @@ pass over 2**26 fp32 elements takes an H200, with 4.8 TB/s, some 100 us, one ove
 then takes 256 MiB, at a time when there are no activations. Computed, not measured.
 """
 SQUARES_BLOCK = {"cpu": 2**16, "cuda": 2**25}
-"""Elements of a block of exact squares (:mod:`paramp.exact.squares`), which has three fp64 temporaries.
+"""Elements of a block of exact squares (:mod:`paramp.exact.exact_squares`), which has three fp64 temporaries.
 
 16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
 """
@@ -25,9 +25,9 @@ BUCKET = 2**25
 ranks. It also limits the memory that exists twice while parameters are copied into their buffers."""
 
 KEPT = 2**19
-"""Elements of a temporary of a loop. Longer ones are not kept for the next use (:mod:`paramp.base.scratch_cpu`)."""
+"""Elements of a temporary of a loop; longer ones are not kept for the next use (``paramp.base.scratch_memory_cpu``)."""
 APART = 2**18
-"""Bytes from which tensors begin apart (:mod:`paramp.base.scratch_cpu`)."""
+"""Bytes from which tensors begin apart (:mod:`paramp.base.scratch_memory_cpu`)."""
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 
@@ -35,7 +35,7 @@ SUM_PIECE = 2**19
 """Elements that are summed in a tree at a time: the slices that are sent, and those received, exist besides."""
 
 SAMPLED_RUN = 256
-"""Rows of 64 elements of a weight, of which each step looks at one (:mod:`paramp.optim.changes.in_place`)."""
+"""Rows of 64 elements of a weight, of which each step looks at one (``weights_changed_in_place`` in ``optim``)."""
 HASHED_WORDS = {"cpu": 2**18, "cuda": 2**22}
 """32-bit words hashed at once, by device. Each needs 16 bytes of temporary memory."""
 COUNTED = 2**22

@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..base.coerce import user_path
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
+from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
 from .json_codec import encode

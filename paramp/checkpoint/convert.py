@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
+from ..base.user_values import user_path
 from .atomic_dir import HEADER, make_folder, new_folder, publish, publish_file, unnamed
 from .header import MODEL, StoredSlice, StoredTensor, write_header
 from .open_checkpoint import OpenCheckpoint

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..base import sizes
-from ..base.coerce import user_path
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
+from ..base.user_values import user_path
 from .atomic_dir import HEADER, MANIFEST, Written, lock, parse_manifest, replaced
 from .header import Header, parse_header
 from .safetensors_io import TensorFile

@@ -1,6 +1,6 @@
 """Other libraries' names of modes, options and configuration keys, as values of ours.
 
-:mod:`paramp.precision.policy` and :mod:`paramp.config.files` know none of these names: they import this module
+:mod:`paramp.precision.modes` and :mod:`paramp.config.files` know none of these names: they import this module
 when they meet a value that is not theirs. Options of Colossal-AI's ``fp16`` dict and of Apex's levels become changes to
 a row of the table of modes.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, shown
+from ..base.user_values import convert
 from ..config.schema import Config
-from ..precision.policy import PRESETS, Precision, as_dtype
-from ..scaling.loss_scaling import LossScaling
+from ..precision.modes import PRESETS, Precision, as_dtype
+from ..scaling.loss_scaling_options import LossScaling
 
 
 class AMP_TYPE(enum.Enum):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..base.coerce import build, keys, user_path
 from ..base.errors import ConfigError, one_line, shown
-from ..precision.policy import FOREIGN_NAMES, Precision
+from ..base.user_values import build, keys, user_path
+from ..precision.modes import FOREIGN_NAMES, Precision
 from .schema import Config
 
 SCRIPT_TABLES = ("train", "model")

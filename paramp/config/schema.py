@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..base.coerce import convert, keys
 from ..base.errors import nearest, one_line, require, shown
-from ..precision.policy import STORAGE, Precision
+from ..base.user_values import convert, keys
+from ..precision.modes import STORAGE, Precision
 from .layout import ParallelConfig
 from .reproducible import MODES, Reproducible, is_power_of_two
 

@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.collectives import gather_dtensors_over_gloo
 from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
-from ..base.spans import span
+from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
-from ..scaling.replicas import OPEN, ROLES, Role, TiedParameter
+from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
 from .first_failure import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh

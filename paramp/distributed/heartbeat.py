@@ -29,7 +29,7 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .first_failure import LOST, SECONDS_OF_GRACE, end_process, linger, mark_as_echo, write_stderr
-from .phases import SAVE, SETUP, PhaseTracker, ProgressRecord, paused
+from .rank_progress import SAVE, SETUP, PhaseTracker, ProgressRecord, paused
 from .rendezvous import read_all
 
 REPORT = "failure_report"
@@ -58,7 +58,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The beats of one rank. An observer of engines (:class:`paramp.base.spans.Observer`)."""
+    """The beats of one rank. An observer of engines (:class:`paramp.base.observer_spans.Observer`)."""
 
     _clock: Callable[[], float] = staticmethod(time.monotonic)
 

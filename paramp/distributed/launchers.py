@@ -24,7 +24,7 @@ from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .network_interfaces import choose_interface
-from .numerics import numerics_of
+from .numerics_protocol import numerics_of
 from .rendezvous import host_store, join_store, meet
 
 expect("torch.distributed.distributed_c10d")

@@ -35,7 +35,7 @@ from ..base.torch_internals import expect
 from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
-from ..scaling.replicas import ROLES, Role
+from ..scaling.replica_counts import ROLES, Role
 from .agreement import agree, first_difference, shared_settings
 from .rendezvous import meet
 

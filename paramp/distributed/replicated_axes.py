@@ -8,7 +8,7 @@ import torch
 
 from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor, local
-from ..scaling.replicas import axes_of_own_parameters
+from ..scaling.replica_counts import axes_of_own_parameters
 from .context import ParallelContext
 
 

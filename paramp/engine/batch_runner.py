@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigError
-from ..base.spans import Observer, begin_call, span
+from ..base.observer_spans import Observer, begin_call, span
 from ..base.trees import map_tensors
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights

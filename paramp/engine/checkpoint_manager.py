@@ -32,8 +32,8 @@ from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError, require
+from ..base.user_values import user_path
 from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
 from .engine import Engine

@@ -21,14 +21,14 @@ from torch import nn
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext, current_context
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
 from ..precision.autocast import computing, moved, widening, widening_kernels
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation_cpu import emulate_fp16, fp16_kernels
-from ..precision.policy import Precision
-from .count_unit import as_count
+from ..precision.modes import Precision
+from .loss_counts import as_count
 
 DEFAULT = Numerics()
 

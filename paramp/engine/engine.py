@@ -18,10 +18,10 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import nn
 
-from ..base.spans import Observer, span
+from ..base.observer_spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.phases import BATCH
+from ..distributed.rank_progress import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_diagnosis import diagnose_overflow, divergence
 from ..observe.overflow_record import WindowRecord
@@ -29,7 +29,7 @@ from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.loss_scaling import LossScaling
+from ..scaling.loss_scaling_options import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
 from .loop_runner import LoopRunner

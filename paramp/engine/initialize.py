@@ -1,7 +1,7 @@
 """Turns a plain model into an :class:`~paramp.engine.engine.Engine`.
 
-How a model is planned, partitioned and filled depends on its family (:mod:`paramp.parallel.adapters`). Under a pipeline
-it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forward can be traced. A model's own
+How a model is planned, partitioned and filled depends on its family (:mod:`paramp.parallel.model_families`). Under a
+pipeline it is an ``nn.Sequential``, a Hugging Face model, or any other model whose forward can be traced. A model's own
 ``tensor_parallel_plan(tensor_size, sequence_parallel)`` and ``pipeline_split(num_stages)`` override its family's; the
 user's ``plan`` and ``parallel.pipeline.split`` override both.
 
@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.dataloader import shard_loaders
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics, numerics_of
+from ..distributed.numerics_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
-from ..optim.matrices.owners import exchange_matrices
+from ..optim.matrices.matrix_owners import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from .compute_context import Criterion
 from .engine import Engine

@@ -12,7 +12,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
@@ -20,7 +20,7 @@ from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
 from ..precision.float8 import convert
-from ..scaling.replicas import TiedParameter
+from ..scaling.replica_counts import TiedParameter
 from .model_plan import ModelPlan
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..base.dtensor import full_tensor
 from ..base.trees import map_tensors, tensors
-from ..distributed.phases import BATCH
+from ..distributed.rank_progress import BATCH
 from ..observe.overflow_record import RecordedBatch
 from ..observe.overflow_trace import Tracer
 from ..parallel.batch_outputs import broadcast_tree, join

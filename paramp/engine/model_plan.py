@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..optim.user_optimizer import check_optimizers
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
-from ..parallel.adapters import UserPlan, adapter_for
 from ..parallel.batches import Batch
 from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.materialize import InitialValues
 from ..parallel.model_checks import check_model, check_stages
+from ..parallel.model_families import UserPlan, adapter_for
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
 from ..precision.float8_layers import Choice, choose_layers
 

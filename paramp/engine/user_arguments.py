@@ -16,7 +16,7 @@ from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
 from ..parallel.compiled_blocks import check_compiler
 from ..precision.capabilities import find_library
 from ..precision.float8_layers import check_checkpointing
-from ..precision.policy import Precision
+from ..precision.modes import Precision
 from .compute_context import ComputeContext
 
 EMULATED = (

@@ -21,15 +21,15 @@ import torch
 from ..base.collectives import all_reduce_
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..observe.overflow_record import WindowRecord
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.batches import Batch
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
-from . import foreign_backward
+from . import user_backward
 from .compute_context import Loss
-from .count_unit import CountUnit
+from .loss_counts import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
 
 MEAN, COUNTED = "a mean", "(sum, count)"
@@ -228,7 +228,7 @@ class AccumulationWindow:
     ) -> None:
         self._gradients, self._failure = gradients, failure
         self.losses, self.batches = losses, batches
-        self.foreign = foreign_backward.ForeignBackward(gradients)
+        self.foreign = user_backward.ForeignBackward(gradients)
         self.state = State.EMPTY
         self.mean_factor = 1.0
         self._accumulation = context.config.gradient_accumulation
@@ -308,7 +308,7 @@ class AccumulationWindow:
             self.foreign.stop()
         if self.foreign.accumulated:
             self._failed = True
-            raise RuntimeError(foreign_backward.TEXT)
+            raise RuntimeError(user_backward.TEXT)
 
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""

@@ -1,4 +1,4 @@
-"""The exact mode as the rest of the package sees it: :class:`~paramp.distributed.numerics.Numerics`."""
+"""The exact mode as the rest of the package sees it: :class:`~paramp.distributed.numerics_protocol.Numerics`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..base.module_surgery import PassThrough
 from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
 from ..engine.window import WindowLosses
@@ -26,17 +26,17 @@ from ..observe.overflow_record import WindowRecord
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction
 from ..optim.gradient_reduction import UnitReduction
-from ..parallel.adapters import ModelAdapter
 from ..parallel.batches import Batch
+from ..parallel.model_families import ModelAdapter
 from ..pipeline.stage import Stages
+from .exact_functions import ExactFunctions
 from .exact_layout import ExactLayout, Position
-from .forwards import Forwards
-from .functions import ExactFunctions
+from .exact_squares import squares_over_world
 from .layout_checks import check_buffers, check_modules, check_ties
 from .masks import Masks
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients, Tap
 from .microchunk_run import MicrochunkRun
-from .squares import squares_over_world
+from .running_modules import Forwards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -12,7 +12,7 @@ import torch
 
 from ..base.errors import ConfigError
 from ..distributed.rng import derive_seed, in_replicated_random, in_sharded_random
-from .forwards import Forwards
+from .running_modules import Forwards
 
 
 class Masks:

@@ -11,7 +11,7 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence
-from .forwards import Forwards
+from .running_modules import Forwards
 from .sliced_styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
 
 

@@ -21,7 +21,7 @@ from ..base.module_surgery import replace_forward, run_within, unbound
 from ..parallel.tensor.differentiable_collectives import as_shards, gather, local_shard, own_slice
 from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up, with_parameters
 from .exact_layout import ExactLayout
-from .forwards import Forwards
+from .running_modules import Forwards
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
 if TYPE_CHECKING:

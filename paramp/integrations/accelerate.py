@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.errors import ConfigError, shown
 from ..engine.compute_context import ComputeContext
-from ..precision.policy import Precision
-from ..scaling.loss_scaling import LossScaling
+from ..precision.modes import Precision
+from ..scaling.loss_scaling_options import LossScaling
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler
 

@@ -22,8 +22,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS
 from ..base.wrapped_models import is_unit
 from ..optim.user_optimizer import warn_of_eps
-from ..parallel.fsdp.records import groups, held
-from ..precision.policy import Precision
+from ..parallel.fsdp.fsdp2_internals import groups, held
+from ..precision.modes import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter
 from .module_masters import ModuleMasters, plain_name

@@ -24,7 +24,7 @@ from ..distributed.launcher_env import mpi_place
 from ..engine.compute_context import ComputeContext
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute
-from ..precision.policy import Mode, Precision, ReduceDtypes
+from ..precision.modes import Mode, Precision, ReduceDtypes
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, device_types
 

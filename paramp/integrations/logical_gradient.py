@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor
 from ..scaling.grad_norm import total_norm
-from ..scaling.grad_reduce import align_gradients, dense_gradients
+from ..scaling.gradient_placements import align_gradients, dense_gradients
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""

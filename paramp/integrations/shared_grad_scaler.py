@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ..scaling.grad_reduce import dense_gradients
+from ..scaling.gradient_placements import dense_gradients
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.loss_scaling import LossScaling
+from ..scaling.loss_scaling_options import LossScaling
 
 
 class SharedGradScaler(DistributedGradScaler):

@@ -30,7 +30,7 @@ from ..base.errors import ConfigError, require
 from ..distributed.context import ParallelContext
 from ..scaling.grad_norm import clip_grad_norm_
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.loss_scaling import LossScaling
+from ..scaling.loss_scaling_options import LossScaling
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 

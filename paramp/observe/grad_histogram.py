@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import sizes
-from ..base.coerce import user_path
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
+from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
 from ..optim.flat_weights import FlatWeights
 from ..scaling.grad_norm import norm_weight
-from .own_loop import agreed_call, checked_scale
+from .loops_without_engine import agreed_call, checked_scale
 
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the smallest subnormal and of the largest float64."""

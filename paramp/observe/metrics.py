@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ..base.coerce import user_path
+from ..base.user_values import user_path
 
 
 class Metrics:

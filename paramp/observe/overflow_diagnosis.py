@@ -15,9 +15,9 @@ from ..base.errors import ConfigError, TrainingDiverged
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
+from .loops_without_engine import OwnModel, agreed_call, checked_scale
 from .overflow_record import RecordedBatch, WindowRecord, record_batch
 from .overflow_trace import Tracer, owner_of
-from .own_loop import OwnModel, agreed_call, checked_scale
 
 NOT_RECORDED = (
     "the module, microbatch and data rank are not known, because the engine was not given the batch: call "

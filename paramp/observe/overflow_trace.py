@@ -209,7 +209,7 @@ class GraphHooks:
 class Tracer:
     """Checks one run of a window on this rank's ``stages``, whose indices in the model are ``indices``.
 
-    It is an :class:`~paramp.base.spans.Observer` of the engine, and a context manager that registers the hooks.
+    It is an :class:`~paramp.base.observer_spans.Observer` of the engine, and a context manager that registers hooks.
     With ``in_function``, a function of the user's calls the model and computes the loss, in one ``forward``.
     """
 

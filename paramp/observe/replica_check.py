@@ -29,10 +29,10 @@ from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.replicas import TiedParameter
+from ..scaling.replica_counts import TiedParameter
 from .bit_hash import hash_bits
+from .loops_without_engine import agreed_call
 from .overflow_record import WindowRecord
-from .own_loop import agreed_call
 from .same_data import NAMED, different_data, listed
 
 Column = tuple[str, "ReplicaGroup"]

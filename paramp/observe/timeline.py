@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..base.coerce import user_path
 from ..base.collectives import gather_objects
-from ..base.spans import STEP, Observer
+from ..base.observer_spans import STEP, Observer
+from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..base import sizes
 from ..base.errors import ConfigError
-from ..base.scratch_cpu import Scratch
+from ..base.scratch_memory_cpu import Scratch
 from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep

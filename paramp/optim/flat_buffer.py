@@ -13,9 +13,9 @@ from torch import nn
 
 from ..base import sizes
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.scratch_cpu import zeros_apart
+from ..base.scratch_memory_cpu import zeros_apart
 from ..base.torch_internals import take
-from ..precision.policy import Precision
+from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
 from ..scaling.local_norm import NORM_BLOCK
 from .masters import MASTERS, StochasticWeights

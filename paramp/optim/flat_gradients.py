@@ -19,8 +19,8 @@ from ..base.dtensor import is_dtensor, local, version
 from ..base.module_surgery import NamedParameters, check_frozen, num_hooks
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
-from ..scaling.grad_reduce import align_gradients, sum_tied_gradients, unscale_and_check_
-from ..scaling.replicas import TiedParameter
+from ..scaling.gradient_placements import align_gradients, sum_tied_gradients, unscale_and_check_
+from ..scaling.replica_counts import TiedParameter
 from .flat_buffer import Buffer, FlatParam, Units, step_ranges
 
 if TYPE_CHECKING:

@@ -31,16 +31,16 @@ from ..base.collectives import all_gather_shards
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import trained_and_frozen
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
-from ..precision.policy import Precision
+from ..distributed.numerics_protocol import Numerics
+from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
-from .changes.in_place import ChangedWeights
-from .changes.replaced_parameters import ModelParameters
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
 from .masters import cast_weights
 from .matrices.matrix_exchange import MatrixExchange
+from .user_changes.replaced_parameters import ModelParameters
+from .user_changes.weights_changed_in_place import ChangedWeights
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..base import sizes
-from ..base.scratch_cpu import Scratch, zeros_apart
+from ..base.scratch_memory_cpu import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges

@@ -22,9 +22,9 @@ import torch
 from ..base.collectives import start_reduce_scatter, sum_
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
-from ..scaling.grad_reduce import unscale_and_check_
-from ..scaling.replicas import TiedParameter
+from ..distributed.numerics_protocol import Numerics
+from ..scaling.gradient_placements import unscale_and_check_
+from ..scaling.replica_counts import TiedParameter
 from .flat_buffer import Buffer, FlatParam, Units
 from .flat_gradients import FlatGradients, GradientReduction
 

@@ -24,10 +24,10 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local
 from ..base.module_surgery import cast_parameters
-from ..base.scratch_cpu import Scratch, zeros_apart
+from ..base.scratch_memory_cpu import Scratch, zeros_apart
 from ..base.torch_internals import expect
 from ..precision.master_residuals import join, split
-from ..precision.policy import Precision
+from ..precision.modes import Precision
 from ..precision.stochastic_rounding import rounded
 
 expect("torch._foreach_copy_")
@@ -74,7 +74,7 @@ class Masters:
 
         If a master does not round to its weight, the weight was changed in place, and the master takes its value.
         ``compare``: False if no weight was changed since the last step
-        (:class:`~paramp.optim.changes.in_place.ChangedWeights`).
+        (:class:`~paramp.optim.user_changes.weights_changed_in_place.ChangedWeights`).
         """
         stepped = sliced(self.stepped, own)
         if compare and self.has_master:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..precision.policy import Precision
+from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
-from .matrices.trial import copies_weights, needs_whole_matrices
+from .matrices.whole_matrix_trial import copies_weights, needs_whole_matrices
 
 
 class NamedWeights(Protocol):

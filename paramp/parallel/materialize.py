@@ -29,7 +29,7 @@ from ..base.module_surgery import BATCH_NORMS, carry_over, shallow_copy, stored_
 from ..distributed.context import current_context
 from ..distributed.rng import cpu_seeds, derive_seed
 from ..precision.autocast import default_dtype
-from ..precision.policy import Mode, Precision
+from ..precision.modes import Mode, Precision
 
 
 @contextmanager

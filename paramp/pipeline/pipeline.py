@@ -18,13 +18,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import keeping_buffers, unfrozen
-from ..base.spans import Observer, begin_call, span
+from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..parallel.batches import Batch
-from .linked_stage import LinkedStage, RecordedStage, StageSetting
 from .stage import Stage, Stages
 from .stage_output import StageOutput
+from .torch_stage import LinkedStage, RecordedStage, StageSetting
 
 
 class _Ready(NamedTuple):

@@ -22,7 +22,7 @@ from ..base.trees import map_tensors
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.shape_errors import explanation
 from ..precision.autocast import computing, to_compute, to_outputs
-from ..precision.policy import Precision
+from ..precision.modes import Precision
 from .joined_stages import Joined
 from .stage_output import StageOutput
 

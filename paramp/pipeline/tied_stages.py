@@ -12,7 +12,7 @@ from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import num_hooks
 from ..distributed.context import ParallelContext
-from ..scaling.replicas import TiedParameter
+from ..scaling.replica_counts import TiedParameter
 
 
 class SharedParameter(NamedTuple):

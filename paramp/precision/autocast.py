@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import REPLACED, TO_FP32, TO_WIDEST, expect, replace_kernels, take
-from .policy import Precision
+from .modes import Precision
 
 expect("torch._C")
 

@@ -11,7 +11,7 @@ import torch
 from ..base.errors import ConfigError
 from ..base.optional_packages import find_torchao, find_transformer_engine
 from ..base.torch_internals import expect
-from .policy import Float8
+from .modes import Float8
 
 expect("torch.cpu", "torch.ops.mkldnn")
 

@@ -39,7 +39,7 @@ from ..base.dtensor import local
 from ..base.module_surgery import run_within
 from .capabilities import Library, find_library
 from .float8_layers import MULTIPLE, Choice, choose_layers
-from .policy import Float8, Precision
+from .modes import Float8, Precision
 from .transformer_engine import engine_autocast, engine_layer, transformer_engine_recipe
 
 

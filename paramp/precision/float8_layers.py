@@ -9,7 +9,7 @@ from torch import nn
 
 from ..base.errors import ConfigError, nearest
 from ..base.module_surgery import matches
-from .policy import Float8
+from .modes import Float8
 
 MULTIPLE = 16
 """Both sizes of a layer have to be multiples of this for the float8 products of a GPU."""

@@ -17,7 +17,7 @@ A weight that is not finite has the remainder 0.
 
 import torch
 
-from ..base.scratch_cpu import Scratch
+from ..base.scratch_memory_cpu import Scratch
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:

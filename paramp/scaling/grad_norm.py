@@ -18,9 +18,9 @@ from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
 from .decision import clip_coefficient
-from .grad_reduce import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
+from .gradient_placements import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 from .local_norm import norm_power
-from .replicas import World, current_world, num_replicas
+from .replica_counts import World, current_world, num_replicas
 
 expect("torch._foreach_mul_")
 

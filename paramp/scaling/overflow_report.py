@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..base.collectives import gather_objects
 from ..base.dtensor import local
-from .replicas import World
+from .replica_counts import World
 
 Kind = Literal["NaN", "inf"]
 During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]

@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from ..base.coerce import user_path
 from ..base.errors import CheckpointError, ConfigError
+from ..base.user_values import user_path
 from .flags import Parser, formatter
 
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.
@@ -83,7 +83,7 @@ def run_inspect(given: argparse.Namespace) -> int:
 def run_export(given: argparse.Namespace) -> None:
     """Export, and print the path of the file."""
     from ..checkpoint.convert import export_weights
-    from ..precision.policy import as_dtype
+    from ..precision.modes import as_dtype
 
     dtype = None if given.dtype == "stored" else as_dtype("--dtype", given.dtype)
     print(export_weights(given.checkpoint, given.to, dtype))

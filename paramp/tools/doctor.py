@@ -26,7 +26,7 @@ from ..base.errors import LaunchError
 from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
 from ..distributed.launcher_env import find_place
 from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
-from ..precision.policy import PRESETS, Precision
+from ..precision.modes import PRESETS, Precision
 
 PACKAGES = (
     *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..base.coerce import user_path
 from ..base.errors import ConfigError
+from ..base.user_values import user_path
 from ..observe.grad_histogram import GradientHistogram
 
 # Okabe and Ito's palette (2008), which is safe for colour-blind readers; black marks skipped steps.

@@ -28,7 +28,7 @@ from paramp.compat.colossalai.amp import (
 )
 from paramp.precision.capabilities import has_native_fp16
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 SCALE = 2.0**10
 EACH_TYPE = {

@@ -12,7 +12,7 @@ import paramp
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.config.files import load, merge
 from paramp.config.schema import Config, flatten
-from paramp.precision.policy import PRESETS, Precision
+from paramp.precision.modes import PRESETS, Precision
 
 
 def test_the_defaults_are_one_process_in_fp32_without_clipping():

@@ -9,7 +9,7 @@ from small_engines import each_raises
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launchers
-from paramp.distributed.numerics import numerics_of
+from paramp.distributed.numerics_protocol import numerics_of
 from paramp.exact.exact_numerics import VARIABLE, choose_workspace
 
 

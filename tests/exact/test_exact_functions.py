@@ -11,10 +11,10 @@ from torch import nn
 
 from paramp.base.errors import ConfigError
 from paramp.distributed.rng import sharded_random
+from paramp.exact.exact_functions import ExactFunctions
 from paramp.exact.exact_layout import ExactLayout, Position
-from paramp.exact.forwards import Forwards, unwatched
-from paramp.exact.functions import ExactFunctions
 from paramp.exact.masks import Masks
+from paramp.exact.running_modules import Forwards, unwatched
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 DTYPES = [*INTEGERS]

@@ -28,7 +28,7 @@ from trainer_runs import (
 
 import paramp
 from paramp.integrations.shared_grad_scaler import SharedGradScaler
-from paramp.scaling.loss_scaling import LossScaling
+from paramp.scaling.loss_scaling_options import LossScaling
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 

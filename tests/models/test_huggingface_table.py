@@ -17,8 +17,8 @@ from pool import on_ranks, run_on_ranks
 from reference import UNITS_WEIGHTS, rank_slice, rounding
 
 import paramp
-from paramp.parallel.adapters import adapter_for
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
+from paramp.parallel.model_families import adapter_for
 from paramp.parallel.partition import plan_stages
 
 pytest.importorskip("transformers")

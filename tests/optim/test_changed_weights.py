@@ -16,7 +16,7 @@ from torch import nn
 
 import paramp
 from paramp.compat.apex import amp
-from paramp.optim.changes.in_place import ChangedWeights, _Sample
+from paramp.optim.user_changes.weights_changed_in_place import ChangedWeights, _Sample
 
 RATE = 2.0**-12
 HALF = {"precision": {"mode": "16-naive", "init_scale": 4.0}}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import paramp
 from paramp.base import sizes
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import paramp
 from paramp.optim.matrices.matrix_exchange import owners
-from paramp.optim.matrices.trial import ELEMENTWISE, needs_whole_matrices
+from paramp.optim.matrices.whole_matrix_trial import ELEMENTWISE, needs_whole_matrices
 
 CPU = torch.device("cpu")
 
@@ -262,7 +262,7 @@ KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", [Elementwise, Warm, *KNOWN], ids=lambda kind: kind.__name__)
 def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
     """The trial changes nothing; a rate of 0, as in a warmup, does not mislead it."""
-    monkeypatch.setattr("paramp.optim.matrices.trial.ELEMENTWISE", set())
+    monkeypatch.setattr("paramp.optim.matrices.whole_matrix_trial.ELEMENTWISE", set())
     model = two_layers()
     optimizer, before = kind(model.parameters()), {name: one.clone() for name, one in model.state_dict().items()}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)

@@ -13,7 +13,7 @@ from torch import nn
 
 import paramp
 from paramp.base.wrapped_models import is_unit
-from paramp.parallel.fsdp.records import drop_prefetched, groups
+from paramp.parallel.fsdp.fsdp2_internals import drop_prefetched, groups
 
 X, Y = torch.ones(2, 4), torch.zeros(2, 4)
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import pretrained
 
 from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
-from paramp.parallel.huggingface.output import without_cache
+from paramp.parallel.huggingface.model_output import without_cache
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.huggingface.pretrained_weights import pretrained_filler
 from paramp.parallel.materialize import InitialValues, materialize

@@ -14,8 +14,8 @@ from test_huggingface import build, loss_of
 from torch import nn
 
 import paramp
-from paramp.parallel.adapters import adapter_for
 from paramp.parallel.huggingface.lora import extend_to_adapters
+from paramp.parallel.model_families import adapter_for
 from paramp.parallel.tensor.sharding_plan import resolve_plan
 
 pytest.importorskip("peft")

@@ -14,8 +14,8 @@ from paramp.base import sizes
 from paramp.compat import foreign_names
 from paramp.parallel.materialize import materialize
 from paramp.parallel.tensor.linear import PackedRowwise
-from paramp.precision import policy
-from paramp.precision.policy import PRESETS
+from paramp.precision import modes
+from paramp.precision.modes import PRESETS
 
 IN_FP16, IN_BF16 = ("16-naive", "O2", "O3", "16-true", "transformer-engine-float16"), ("bf16-naive", "bf16-true")
 WEIGHTS = {
@@ -37,9 +37,9 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *policy.ALIASES, *foreign_names.ALIASES])
+@pytest.mark.parametrize("name", [*PRESETS, *modes.ALIASES, *foreign_names.ALIASES])
 def test_a_model_is_made_in_its_modes_dtype(name):
-    expected = WEIGHTS[(policy.ALIASES | foreign_names.ALIASES).get(name, name)]
+    expected = WEIGHTS[(modes.ALIASES | foreign_names.ALIASES).get(name, name)]
     with paramp.init_module(name, device="cpu"):
         model = Model()
     assert torch.get_default_dtype() is torch.float32

@@ -16,7 +16,7 @@ import paramp
 from paramp.precision import autocast
 from paramp.precision.autocast import computing
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 MIXED = [name for name, row in PRESETS.items() if row.autocast]
 

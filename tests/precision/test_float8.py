@@ -29,7 +29,7 @@ from paramp.precision.capabilities import find_library
 from paramp.precision.float8 import convert
 from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
-from paramp.precision.policy import PRESETS, Float8, Precision
+from paramp.precision.modes import PRESETS, Float8, Precision
 from paramp.precision.transformer_engine import transformer_engine_recipe
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ import paramp
 from paramp import clip_grad_norm_
 from paramp.base import sizes
 from paramp.scaling import grad_norm, grad_reduce
-from paramp.scaling.grad_reduce import unscale_and_check_
+from paramp.scaling.gradient_placements import unscale_and_check_
 from paramp.scaling.local_norm import norm_power
-from paramp.scaling.replicas import TiedParameter
+from paramp.scaling.replica_counts import TiedParameter
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},

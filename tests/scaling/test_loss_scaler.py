@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import paramp
 from paramp import DistributedGradScaler
-from paramp.scaling.replicas import TiedParameter
+from paramp.scaling.replica_counts import TiedParameter
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 

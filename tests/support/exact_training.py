@@ -21,7 +21,7 @@ import paramp
 from paramp.base.trees import map_tensors
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.resharding import read_tensor
-from paramp.precision.policy import Precision
+from paramp.precision.modes import Precision
 
 NAMES = ["1", "tp2", "tp4", "tp2 + sp", "pp2", "pp2 interleaved", "pp2 zero-bubble", "pp4", "dp2", "dp4", "dp2 + zero1"]
 NAMES += ["dp2·tp2", "pp2·tp2", "pp2·dp2·tp2", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2", "fsdp2·tp2 + sp", "pp2·fsdp2"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paramp.precision.policy import PRESETS, Precision
+from paramp.precision.modes import PRESETS, Precision
 
 PAGE = Path(__file__).parents[2] / "docs/tested.md"
 

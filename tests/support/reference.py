@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import paramp
 from paramp.models import GPT, GPTConfig
-from paramp.precision.policy import Precision
+from paramp.precision.modes import Precision
 
 SMALL = GPTConfig(num_layers=4, num_heads=4, width=32, max_seq_len=16, vocab_size=120)
 

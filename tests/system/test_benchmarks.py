@@ -14,7 +14,7 @@ from pool import on_ranks
 
 from paramp.config.schedules import SCHEDULES
 from paramp.models import ViT
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 
 def benchmark(name):

@@ -21,7 +21,7 @@ import paramp
 from paramp.amp import AMP_TYPE
 from paramp.compat.apex import amp
 from paramp.config.files import load
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -21,7 +21,7 @@ from reference import batches, rank_slice, small_gpt
 from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_word
 
 import paramp
-from paramp.base.coerce import build
+from paramp.base.user_values import build
 from paramp.compat import foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS
@@ -30,16 +30,16 @@ from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.schedules import SCHEDULES
 from paramp.config.schema import Config, flatten
 from paramp.models import GPT, GPTConfig
-from paramp.precision import policy
-from paramp.precision.policy import PRESETS, STORAGE, Float8
-from paramp.scaling.loss_scaling import LossScaling
+from paramp.precision import modes
+from paramp.precision.modes import PRESETS, STORAGE, Float8
+from paramp.scaling.loss_scaling_options import LossScaling
 
 pytest.importorskip("hypothesis")
 
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
-ALIASES = policy.ALIASES | foreign_names.ALIASES
+ALIASES = modes.ALIASES | foreign_names.ALIASES
 
 
 def fuzz(short: int, full: int):

@@ -31,7 +31,7 @@ from reference import assert_follows, assert_losses_follow, assert_strays, batch
 import paramp
 from paramp.base.optional_packages import find_torchao
 from paramp.models import GPT
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 
 STEPS = 10
 OVERFLOW_AT = 4

@@ -14,7 +14,7 @@ from commands import ROOT
 
 import paramp
 from paramp.base.optional_packages import PackageStatus
-from paramp.precision.policy import PRESETS
+from paramp.precision.modes import PRESETS
 from paramp.tools import doctor
 from paramp.tools.cli import main
 

@@ -14,10 +14,10 @@ from pool import run_on_ranks
 from verified import gpt
 
 from paramp.config.reproducible import Reproducible
-from paramp.exact.verify import tensor_trace as trace
-from paramp.exact.verify.bits_report import ExactReport
-from paramp.exact.verify.compare_bits import compare_exactly, different
-from paramp.exact.verify.tensor_trace import Entry, Key
+from paramp.exact.verify_bits import tensor_trace as trace
+from paramp.exact.verify_bits.bits_report import ExactReport
+from paramp.exact.verify_bits.compare_bits import compare_exactly, different
+from paramp.exact.verify_bits.tensor_trace import Entry, Key
 from paramp.tools.cli import main
 from paramp.tools.verify import launch
 from paramp.tools.verify.activation_recorder import RankRecord

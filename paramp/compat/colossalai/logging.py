@@ -9,8 +9,8 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...base.coerce import user_path
 from ...base.errors import ConfigError, nearest
+from ...base.user_values import user_path
 from ...distributed.context import current_context
 from .context import ParallelMode
 from .core import global_context

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...precision.policy import Precision
+from ...precision.modes import Precision
 from ..missing import missing
 from . import functional
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...base.replace_class import replace_class
+from ...precision.modes import Mode, Precision
 from ...precision.norms import FusedLayerNorm, FusedRMSNorm, LPGroupNorm, LPLayerNorm, LPRMSNorm, NoEffectWarning
-from ...precision.policy import Mode, Precision
 from ..missing import missing
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...base.coerce import user_path
 from ...base.collectives import broadcast_
 from ...base.dtensor import full_tensor
 from ...base.errors import ConfigError
-from ...parallel.adapters import adapter_for
+from ...base.user_values import user_path
+from ...parallel.model_families import adapter_for
 from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks
 

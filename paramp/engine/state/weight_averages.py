@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ...base import sizes
-from ...base.scratch_cpu import Scratch
+from ...base.scratch_memory_cpu import Scratch
 from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import Header
 from ...optim.flat_buffer import Buffer

@@ -35,8 +35,8 @@ from ...base.module_surgery import BATCH_NORMS, PassThrough
 from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
-from ...precision.policy import Precision
-from . import records
+from ...precision.modes import Precision
+from . import fsdp2_internals
 from .unit_order import END, UnitOrder
 
 expect("torch._C._autograd")
@@ -141,7 +141,7 @@ class ShardedUnits:
         self._units.append(unit)
         if is_root:
             self._roots.append(unit)
-        for group in records.groups(unit):
+        for group in fsdp2_internals.groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
             if any(map(self._is_gathered_in_half, group.fsdp_params)):
@@ -165,12 +165,12 @@ class ShardedUnits:
 
     def padded_sizes(self) -> dict[nn.Parameter, int]:
         """The elements that each rank's shard of a parameter takes in an all-gather."""
-        return {records.held(one): one.padded_sharded_param_size.numel() for one in self._params()}
+        return {fsdp2_internals.held(one): one.padded_sharded_param_size.numel() for one in self._params()}
 
     def use_memory(self, memory: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Gather each parameter from its ``memory``, 1-dim and of its padded size, where its local tensor is."""
         for one in self._params():
-            one.sharded_param = records.held(one)
+            one.sharded_param = fsdp2_internals.held(one)
             self._records[one.sharded_param] = one
             if one.sharded_param in memory:
                 one._sharded_param_data = memory[one.sharded_param]
@@ -184,15 +184,15 @@ class ShardedUnits:
         for one in self._params():
             if one.sharded_param not in memory:  # frozen; its shard begins the memory that has the padding too
                 size = one.padded_sharded_param_size.numel()
-                one._sharded_param_data = records.padded(local(one.sharded_param), size)
+                one._sharded_param_data = fsdp2_internals.padded(local(one.sharded_param), size)
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """The gathered parameter that modules have in a batch; ``parameter`` if it was never gathered."""
-        return records.gathered(self._params(), parameter)
+        return fsdp2_internals.gathered(self._params(), parameter)
 
     def _params(self) -> Iterator[Any]:
         """torch's record of each sharded parameter."""
-        return (one for unit in self._units for group in records.groups(unit) for one in group.fsdp_params)
+        return (one for unit in self._units for group in fsdp2_internals.groups(unit) for one in group.fsdp_params)
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -210,7 +210,7 @@ class ShardedUnits:
         with self.resetting():
             yield
             if not self._reduces:
-                records.drop_gradients(self._params())  # of a batch that is run again
+                fsdp2_internals.drop_gradients(self._params())  # of a batch that is run again
             if backward and self._pipelined:
                 for root in self._roots:
                     self._reduce(root)
@@ -234,15 +234,15 @@ class ShardedUnits:
         _set_reducing(root, True)
         state = root._get_fsdp_state()
         for one in state._state_ctx.all_states:
-            for group in records.groups_of(one):
+            for group in fsdp2_internals.groups_of(one):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers what a step or a load has written."""
         for unit in self._units:
-            for group in records.groups(unit):
-                records.drop_prefetched(group)
+            for group in fsdp2_internals.groups(unit):
+                fsdp2_internals.drop_prefetched(group)
             unit.reshard()
 
     def reset(self) -> None:
@@ -250,8 +250,8 @@ class ShardedUnits:
         for root in self._roots:
             _set_reducing(root, True)
             if root._get_fsdp_state()._is_root:
-                records.reset(root)
-        records.drop_gradients(self._params())
+                fsdp2_internals.reset(root)
+        fsdp2_internals.drop_gradients(self._params())
         self.reshard()
 
     # ----------------------------------------------------------------------------------------------------- gradients
@@ -267,18 +267,18 @@ class ShardedUnits:
         Units reduce none in training with the same bits on every layout. It is a plain tensor, of the dtype in which
         the parameter is gathered; over the tensor axis this rank's part.
         """
-        return records.take_gradient(self._records[parameter])
+        return fsdp2_internals.take_gradient(self._records[parameter])
 
     def _post_backward(self, group: Any, own: Callable[[], None], *_: Any) -> None:
         """Complete the gradients of a unit before torch's ``own`` method adds them up and reduces them."""
-        ran = [one for one in group.fsdp_params if records.has_been_gathered(one)]
+        ran = [one for one in group.fsdp_params if fsdp2_internals.has_been_gathered(one)]
         if not ran:
             return  # the unit has not run yet, as in a pipeline's first microbatch
         trained = [one for one in ran if one.sharded_param.requires_grad]
         for one in trained:
             if (gradient := one._unsharded_param.grad) is not None and gradient.is_sparse:
                 one._unsharded_param.grad = gradient.to_dense()
-            for call in self._listeners if records.gradient_of(one) is not None else ():
+            for call in self._listeners if fsdp2_internals.gradient_of(one) is not None else ():
                 call(one.sharded_param)
         if group.reduce_grads and self._reduces and trained:
             self._complete(trained)
@@ -287,14 +287,14 @@ class ShardedUnits:
     def _complete(self, trained: Sequence[Any]) -> None:
         """Give each parameter a gradient, all in one dtype and with the parameters' placements."""
         for one in trained:
-            if records.gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
-                one._unsharded_param.grad = records.zeros(one)
-        mixed = len({records.gradient_of(one).dtype for one in trained}) > 1
-        if mixed or any(records.is_added_up(one) or records.is_mismatched(one) for one in trained):
+            if fsdp2_internals.gradient_of(one) is None:  # other ranks may have one, and all take part in the reduction
+                one._unsharded_param.grad = fsdp2_internals.zeros(one)
+        mixed = len({fsdp2_internals.gradient_of(one).dtype for one in trained}) > 1
+        if mixed or any(fsdp2_internals.is_added_up(one) or fsdp2_internals.is_mismatched(one) for one in trained):
             for one in trained:
-                records.to_reduce_dtype(one)
-        for one in filter(records.is_mismatched, trained):
-            records.sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
+                fsdp2_internals.to_reduce_dtype(one)
+        for one in filter(fsdp2_internals.is_mismatched, trained):
+            fsdp2_internals.sum_over_tensor_ranks(one, self._context.config.precision.reduce_dtypes.tp)
 
 
 def _set_reducing(root: Any, reducing: bool) -> None:

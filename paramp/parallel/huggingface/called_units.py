@@ -25,7 +25,7 @@ from ...base.module_surgery import PassThrough, copy_on_meta, with_forward
 from ...base.trees import leaves, map_tensors, tensors
 from .decoder_partition import check_parameters_are_in, check_positional, no_plan, put_at, stage_of
 from .missing_plans import find_architecture
-from .output import call_options, check_output, counting
+from .model_output import call_options, check_output, counting
 
 
 class CalledUnitsPartition:

@@ -24,7 +24,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
 from .missing_plans import HEAD, find_architecture
-from .output import call_options, check_output, counting, main_output
+from .model_output import call_options, check_output, counting, main_output
 
 FIRST = frozenset({"input_ids", "inputs_embeds"})
 """The inputs of the first stage only."""

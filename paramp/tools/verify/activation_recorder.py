@@ -58,8 +58,8 @@ class RankRecord:
 class ActivationRecorder:
     """Records the outputs of an engine's modules in the forwards of :meth:`~paramp.Engine.forward_backward`.
 
-    A context manager that registers forward hooks. It is also an :class:`~paramp.base.spans.Observer` of the engine,
-    from which it gets the microbatch of each forward.
+    A context manager that registers forward hooks. It is also an :class:`~paramp.base.observer_spans.Observer` of the
+    engine, from which it gets the microbatch of each forward.
     """
 
     def __init__(self, engine: Engine, record: RankRecord) -> None:

@@ -27,7 +27,7 @@ import torch
 from ...base.errors import ConfigError
 from ...config.layout import ParallelConfig
 from ...config.schema import Config
-from ...precision.policy import Precision
+from ...precision.modes import Precision
 from .activation_recorder import RankRecord
 from .options import RUNS
 from .report import Layer, Report

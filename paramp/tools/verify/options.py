@@ -15,7 +15,7 @@ from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
 from ..flags import LAYOUT, MODE, SEED
 
-EXACT = "paramp.exact.verify.exact_run"
+EXACT = "paramp.exact.verify_bits.exact_run"
 """The module that configures, runs and compares with ``exact``, imported on first use."""
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""

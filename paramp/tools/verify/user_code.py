@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...base.coerce import user_path
 from ...base.errors import ConfigError, nearest
 from ...base.torch_internals import expect
+from ...base.user_values import user_path
 from ...parallel.batches import Batch
-from ...parallel.huggingface.output import main_output
+from ...parallel.huggingface.model_output import main_output
 from .options import Options, check_target
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ....base.errors import ConfigError
-from ....precision.policy import Precision
-from ....scaling.loss_scaling import LossScaling
+from ....precision.modes import Precision
+from ....scaling.loss_scaling_options import LossScaling
 from ...foreign_names import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from .casts import patch_registered
 from .errors import AmpError

@@ -17,7 +17,7 @@ from ....base.module_surgery import cast_parameters
 from ....base.torch_internals import take
 from ....base.trees import children, rebuilt
 from ....engine.compute_context import ComputeContext
-from ....precision.policy import Precision
+from ....precision.modes import Precision
 from .errors import AmpError
 from .session import state
 from .weights import is_low

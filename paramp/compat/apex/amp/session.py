@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....precision.policy import Precision
+from ....precision.modes import Precision
 from ....scaling.loss_scaler import DistributedGradScaler
-from ....scaling.loss_scaling import LossScaling
+from ....scaling.loss_scaling_options import LossScaling
 from ...foreign_names import Properties
 from .errors import AmpError
 from .weights import AmpWeight

@@ -8,7 +8,7 @@ import torch
 
 from ....base.dtensor import local
 from ....optim.masters import Masters
-from ....scaling.grad_reduce import complete_and_check, dense_gradients, unscale_and_check_
+from ....scaling.gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 
 

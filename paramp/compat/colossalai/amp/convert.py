@@ -27,7 +27,7 @@ from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
 from ....pipeline.stage import Stage
-from ....precision.policy import Precision
+from ....precision.modes import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer
 from .weights import Weights

@@ -18,10 +18,10 @@ from ....engine.step import StepResult
 from ....optim.user_optimizer import StepGuard
 from ....scaling.decision import clip_coefficient
 from ....scaling.grad_norm import norm_weight, positive, total_norm
-from ....scaling.grad_reduce import complete_and_check, unscale_and_check_
+from ....scaling.gradient_placements import complete_and_check, unscale_and_check_
 from ....scaling.local_norm import count_zeros
 from ....scaling.loss_scaler import DistributedGradScaler
-from ....scaling.loss_scaling import LossScaling
+from ....scaling.loss_scaling_options import LossScaling
 from .weights import Weights
 
 expect("torch._foreach_mul_")

@@ -9,7 +9,6 @@ from torch import nn
 
 from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, trained_and_frozen
-from ....optim.changes.replaced_parameters import ModelParameters
 from ....optim.masters import (
     Masters,
     cast_weights,
@@ -17,7 +16,8 @@ from ....optim.masters import (
     follow_changes,
     write_back,
 )
-from ....precision.policy import Precision
+from ....optim.user_changes.replaced_parameters import ModelParameters
+from ....precision.modes import Precision
 
 
 class Weights:

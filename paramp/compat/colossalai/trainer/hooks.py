@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from ....base.coerce import user_path
 from ....base.errors import ConfigError
+from ....base.user_values import user_path
 from ...missing import missing
 from ..context import ParallelMode
 from ..core import global_context

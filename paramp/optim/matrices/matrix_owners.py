@@ -12,10 +12,10 @@ import torch
 
 from ...base.collectives import gather_objects
 from ...distributed.context import BATCH_ROLES, ParallelContext
-from ...scaling.replicas import Role
+from ...scaling.replica_counts import Role
 from ..flat_weights import NO_GROUP, FlatWeights
 from .matrix_exchange import MatrixExchange
-from .trial import needs_whole_matrices
+from .whole_matrix_trial import needs_whole_matrices
 
 
 def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext) -> None:

@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import NamedTuple
 
-from ..base.spans import STEP
+from ..base.observer_spans import STEP
 
 BATCH = "batch"
 """The kind of the phase around all of a training batch."""

@@ -20,11 +20,11 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect, redispatch_function
 from . import attention as products
-from . import function_names as names
+from . import covered_functions as names
+from .divided_features import check_broadcast, divided_features
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
-from .features import check_broadcast, divided_features
-from .forwards import Forwards
 from .masks import Masks
+from .running_modules import Forwards
 
 expect("torch._ops")
 Call = Callable[..., Any]

@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeAlias, cast, get_type_hints
 
 import torch
 
-from ..base.coerce import convert
 from ..base.errors import ConfigError, key_name, nearest, require, shown
-from ..scaling.loss_scaling import LossScaling
+from ..base.user_values import convert
+from ..scaling.loss_scaling_options import LossScaling
 
 FOREIGN_NAMES = "paramp.compat.foreign_names"
 """The module of other libraries' names, imported for a value that is none of ours."""

@@ -171,12 +171,12 @@ class HuggingFaceAdapter(ModelAdapter):
         return CalledUnitsPartition(self.model)
 
     def single_stage(self) -> nn.Module:
-        from .huggingface.output import without_cache
+        from .huggingface.model_output import without_cache
 
         return without_cache(self.model)
 
     def own_loss(self) -> Callable[[Any, Batch], Any]:
-        from .huggingface.output import token_loss
+        from .huggingface.model_output import token_loss
 
         return token_loss(self.model)
 

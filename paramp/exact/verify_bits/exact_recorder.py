@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from ...base.dtensor import is_dtensor, local
-from ...base.spans import Observer
+from ...base.observer_spans import Observer
 from ...base.trees import tensors
 from ...checkpoint.chunks import chunk_of
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
 from ...optim.flat_buffer import FlatParam
-from ..forwards import unwatched
 from ..microchunk_gradients import MicrochunkGradients
 from ..microchunk_run import MicrochunkTotals
+from ..running_modules import unwatched
 from .tensor_trace import Key, TraceWriter
 
 
@@ -30,8 +30,8 @@ class ExactRecorder(Observer):
     """Writes what an engine with ``reproducible`` computes to a trace.
 
     A context manager that registers forward hooks, and hooks of the outputs' gradients. It is also an
-    :class:`~paramp.base.spans.Observer` of the engine, the last one: a span ends here before the engine adds up the
-    gradients of its microbatch.
+    :class:`~paramp.base.observer_spans.Observer` of the engine, the last one: a span ends here before the engine adds
+    up the gradients of its microbatch.
     """
 
     def __init__(self, engine: Engine, modules: Sequence[tuple[str, nn.Module]], trace: TraceWriter) -> None:

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from ..base import trees
-from ..base.spans import Observer, span
+from ..base.observer_spans import Observer, span
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..distributed.first_failure import is_lost_connection
-from ..distributed.numerics import Numerics
+from ..distributed.numerics_protocol import Numerics
 from ..parallel.batches import Batch
 from .split_backward import SplitBackward
 from .stage import Stage

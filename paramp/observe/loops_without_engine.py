@@ -23,10 +23,10 @@ from ..base.wrapped_models import is_compiled, is_ddp, is_unit, unwrapped
 from ..config.schema import Config
 from ..distributed.agreement import agree_on_call
 from ..distributed.context import ParallelContext, required_context
-from ..parallel.fsdp.records import drop_gradients, gathered, groups, held, reset
+from ..parallel.fsdp.fsdp2_internals import drop_gradients, gathered, groups, held, reset
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
-from ..scaling.grad_reduce import align_gradients
+from ..scaling.gradient_placements import align_gradients
 
 
 def agreed_call(
