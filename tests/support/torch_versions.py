@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 HOSTS = {
     "accelerate": ("accelerate", "integrations.test_accelerate"),
-    "datasets": ("datasets", "data.test_corpus"),
+    "datasets": ("datasets", "launch.test_corpus"),
     "lightning": ("lightning.pytorch", "integrations.test_lightning"),
     "peft": ("peft", "parallel.test_lora"),
     "ray": ("ray", "integrations.test_recipes"),
@@ -40,7 +40,7 @@ SELECTION = [
         "tests/checkpoint/test_resharding.py",
         "tests/checkpoint/test_resume.py",
     ),
-    *("tests/data/test_corpus.py", "tests/data/test_dataloader.py"),
+    *("tests/launch/test_corpus.py", "tests/data/test_dataloader.py"),
     *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),
     *(
         "tests/distributed/test_process_groups.py",
