@@ -30,7 +30,7 @@ from train_app.batch_reader import (
 from train_app.corpus import Corpus, bigram_loss
 from train_app.mfu import mfu, world_peak_flops
 from train_app.reporter import Reporter, announce, announce_resume, check_tensorboard, memory_bytes
-from train_app.settings import NORMS, Job, TrainConfig, configure
+from train_app.settings import NORMS, Job, TrainConfig, check_same, configure
 
 import paramp
 from paramp.base.user_values import user_path
@@ -65,6 +65,7 @@ def main() -> int:
 def train(context: paramp.ParallelContext, settings: Job) -> int:
     """Train on one rank. Returns the exit code."""
     job = settings.train
+    check_same(settings)
     if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 import tomllib
@@ -10,16 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paramp import Config, ConfigError, algorithms
+from paramp.base.collectives import gather_objects
 from paramp.base.errors import key_name, nearest, require, shown
 from paramp.base.user_values import build, keys
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
+from paramp.distributed.agreement import first_difference
 from paramp.models.gpt import PRESETS, GPTConfig
 from paramp.models.presets import choose
 from paramp.tools.flags import LAYOUT, MODE, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
 """The train script's defaults that differ from the library's."""
+PATHS = (
+    *("train.data", "train.validation_data", "train.tokenizer"),
+    *("train.log_dir", "train.checkpoint_dir", "train.resume"),
+)
+"""Settings that may differ from machine to machine."""
 NORMS: dict[str, list[Any]] = {
     "plain": [],
     "low-precision": [algorithms.LowPrecisionLayerNorm()],
@@ -144,6 +152,17 @@ class Job:
             needs = f"at least the {least} tokens of {'train.seq_len' if name == 'max_seq_len' else 'the data'}"
             require(getattr(shape, name) >= least, f"model.{name}", getattr(shape, name), needs)
         return shape
+
+
+def check_same(job: Job) -> None:
+    """Check that all ranks have the same settings, paths aside, which may differ from machine to machine. A collective.
+
+    Raises:
+        ConfigError: on every rank, with the first setting that a rank has different from rank 0.
+    """
+    own = {key: value for key, value in flatten(job).items() if key not in PATHS}
+    if difference := first_difference([json.dumps(settings) for settings in gather_objects(own)]):
+        raise ConfigError(difference)
 
 
 def all_settings(config: Config, job: Job) -> dict[str, Any]:

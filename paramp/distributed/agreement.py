@@ -89,13 +89,6 @@ def _first_problem_of_call(texts: list[str]) -> str:
     return f"{function}: {different}" if different else ""
 
 
-OWN_SETTINGS = (
-    *("train.data", "train.validation_data", "train.tokenizer"),
-    *("train.log_dir", "train.checkpoint_dir", "train.resume"),
-)
-"""Paths, which may differ from machine to machine."""
-
-
 def agree_on_config(store: Store, config: Config, rank: int, world_size: int) -> None:
     """Raise on every rank if the ranks' configurations differ, which would train wrongly or hang."""
     difference = agree(store, "config", json.dumps(shared_settings(config)), rank, world_size, first_difference)
@@ -105,7 +98,7 @@ def agree_on_config(store: Store, config: Config, rank: int, world_size: int) ->
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """The settings of ``config`` that are the same on every rank."""
-    return {key: value for key, value in flatten(config).items() if key not in OWN_SETTINGS and key not in config.user}
+    return {key: value for key, value in flatten(config).items() if key not in config.user}
 
 
 def first_difference(texts: list[str]) -> str:

@@ -6,7 +6,7 @@ A window ends after ``gradient_accumulation`` calls of ``step()``, or with fewer
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near the counts (:mod:`.count_unit`), and the step corrects for
+``(sum, count)`` is also divided by a power of two near the counts (:mod:`.loss_counts`), and the step corrects for
 the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 

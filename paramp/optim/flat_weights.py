@@ -63,7 +63,7 @@ class FlatWeights:
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         numerics: of the engine.
-        put_back: :meth:`~.changes.replaced_parameters.ModelParameters.put_back` of the model's parameters.
+        put_back: :meth:`~.replaced_parameters.ModelParameters.put_back` of the model's parameters.
     """
 
     def __init__(

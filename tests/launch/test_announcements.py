@@ -6,11 +6,23 @@ from types import SimpleNamespace
 import pytest
 from counting import Collectives
 from pool import on_ranks
+from train import train
 from train_app.batch_reader import accumulation_for, max_over_ranks
 from train_app.reporter import announce, announce_resume
-from train_app.settings import configure
+from train_app.settings import Job, TrainConfig, configure
 
 import paramp
+
+
+@on_ranks(2)
+def test_ranks_with_different_settings_are_told_which(world):
+    different = TrainConfig(data=f"/data/{world.rank}", steps=10 + world.rank)  # a path may differ
+    message = r"^train\.steps: rank 0 has 10, but rank 1 has 11; give every rank"
+    with (
+        paramp.launch_from_torch({"parallel": {"data": 2}}, device=world.device) as context,
+        pytest.raises(paramp.ConfigError, match=message),
+    ):
+        train(context, Job(train=different))
 
 
 def test_only_settings_that_differ_from_the_default_are_logged():
