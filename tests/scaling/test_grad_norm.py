@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import paramp
 from paramp import clip_grad_norm_
 from paramp.base import sizes
-from paramp.scaling import grad_norm, grad_reduce
+from paramp.scaling import grad_norm, gradient_placements
 from paramp.scaling.gradient_placements import unscale_and_check_
 from paramp.scaling.local_norm import norm_power
 from paramp.scaling.replica_counts import TiedParameter
@@ -193,7 +193,7 @@ def test_bfloat16_gradients_are_checked_and_unscaled_as_torchs_kernel_does(facto
         values[0][3, 2] = wrong
     ours, theirs = ([one.bfloat16().clone() for one in values] for _ in range(2))
     found, expected = torch.zeros(()), torch.zeros(())
-    grad_reduce._unscale_bfloat16_(ours, found, torch.tensor(factor))
+    gradient_placements._unscale_bfloat16_(ours, found, torch.tensor(factor))
     torch._amp_foreach_non_finite_check_and_unscale_(theirs, expected, torch.tensor(factor))
     assert found.item() == expected.item() == float(wrong is not None and not math.isfinite(wrong))
     for one, other in zip(ours, theirs, strict=True):
@@ -205,7 +205,7 @@ def test_a_flag_that_is_set_stays():
     for given in ([], [torch.zeros(0, dtype=torch.bfloat16)], [torch.ones(2, dtype=torch.bfloat16)]):
         for flag in (0.0, 1.0):
             found = torch.tensor(flag)
-            grad_reduce._unscale_bfloat16_(given, found, torch.tensor(0.5))
+            gradient_placements._unscale_bfloat16_(given, found, torch.tensor(0.5))
             unscale_and_check_(given, torch.tensor(0.5), found)
             assert found.item() == flag
 
