@@ -6,6 +6,7 @@ What is kept of a step is in :mod:`paramp.observe.overflow_record`, where values
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -64,10 +65,7 @@ def diagnose_overflow(
         raise RuntimeError("diagnose_overflow: no step was skipped; call it after one that was, before the next batch")
     step_scale = window.scale
     indices = context.local_stages if context else [0]
-    stage_of: dict[str, int] = {}
-    for index, stage in zip(indices, window.stages, strict=True):
-        for name, _ in stage.module.named_parameters(remove_duplicate=False):
-            stage_of.setdefault(plain_name(name), index)
+    stage_of = _stages_of_parameters(window, indices)
 
     def run(scale: torch.Tensor) -> Tracer:
         tracer = Tracer(window.stages, indices, context, in_function=in_function)
@@ -95,9 +93,7 @@ def diagnose_overflow(
                 gradients.complete()
                 non_finite = find()
             if non_finite:
-                first = non_finite[0]
-                module = owner_of(first.name)
-                origin = Origin("sum over ranks", module, first.place, first.kind, 0, None, first.largest, first.name)
+                origin = _origin_in_sum(non_finite[0])
         elif origin.during == "backward":
             # If everything is finite at a scale of 1, the loss scale is the cause.
             helped = float(step_scale) > 1 and run(torch.ones_like(step_scale)).seen.origin() is None
@@ -109,6 +105,21 @@ def diagnose_overflow(
         return OverflowReport(float(step_scale), (non_finite or of_step) if problem else non_finite, origin, unknown)
     finally:
         gradients.drop()
+
+
+def _stages_of_parameters(window: WindowRecord, indices: Sequence[int]) -> dict[str, int]:
+    """By its name, the first stage that has each parameter; ``indices``: the indices of this rank's stages."""
+    stage_of: dict[str, int] = {}
+    for index, stage in zip(indices, window.stages, strict=True):
+        for name, _ in stage.module.named_parameters(remove_duplicate=False):
+            stage_of.setdefault(plain_name(name), index)
+    return stage_of
+
+
+def _origin_in_sum(first: NonFiniteGradient) -> Origin:
+    """The origin if ``first`` is finite on each rank."""
+    module = owner_of(first.name)
+    return Origin("sum over ranks", module, first.place, first.kind, 0, None, first.largest, first.name)
 
 
 def trace_overflow(
@@ -152,26 +163,30 @@ def trace_overflow(
     window = WindowRecord(stages, torch.device("cuda" if len(recorded[0].random) > 1 else "cpu"))
     window.calls = [one._replace(number=number) for number, one in enumerate(recorded)]
     window.scale = torch.tensor(scale, dtype=torch.float32, device=stages.device)
-
-    def rerun(call: RecordedBatch, scale: torch.Tensor, tracer: Tracer) -> None:
-        tracer.begin_call()
-        try:
-            with stages.running(backward=True):
-                with tracer.span("forward", 0, 0):
-                    value = _checked_loss(loss(call.batch))
-                    tracer.see_loss(None, None, value)
-                    scaled = value * scale.to(value.device)
-                    tracer.see_scaled(scaled)
-                with tracer.span("backward", 0, 0):
-                    scaled.backward()
-        except Exception as error:  # recorded, so that no rank waits for this one
-            tracer.failure = f"{type(error).__name__}: {error}"
-
+    rerun = partial(_rerun_loss, stages, loss)
     report = diagnose_overflow(window, rerun, stages, context, skipped=True, in_function=True)
     unknown = report.unknown.replace(FINITE_AGAIN, f"{FINITE_AGAIN}; or scale or batches are not those of the step")
     if stages.is_compiled and EAGERLY not in unknown:
         unknown = "; ".join(filter(None, (unknown, EAGERLY)))
     return replace(report, unknown=unknown, scaled=report.origin is not None)  # those of the step may be unscaled
+
+
+def _rerun_loss(
+    stages: OwnModel, loss: Callable[[Any], torch.Tensor], call: RecordedBatch, scale: torch.Tensor, tracer: Tracer
+) -> None:
+    """Run the user's ``loss`` of a batch forward and backward at the loss scale ``scale``, with ``tracer``."""
+    tracer.begin_call()
+    try:
+        with stages.running(backward=True):
+            with tracer.span("forward", 0, 0):
+                value = _checked_loss(loss(call.batch))
+                tracer.see_loss(None, None, value)
+                scaled = value * scale.to(value.device)
+                tracer.see_scaled(scaled)
+            with tracer.span("backward", 0, 0):
+                scaled.backward()
+    except Exception as error:  # recorded, so that no rank waits for this one
+        tracer.failure = f"{type(error).__name__}: {error}"
 
 
 def _checked_batches(loss: Any, batches: Any, context: ParallelContext | None) -> list[RecordedBatch]:
