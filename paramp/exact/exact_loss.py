@@ -8,6 +8,8 @@ and the backward is of products, sums and quotients, which are rounded the same 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,11 +27,8 @@ def cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    *options: Any,
+    **named: Any,
 ) -> torch.Tensor:
     """:func:`torch.nn.functional.cross_entropy`, of logits with whole or sharded classes.
 
@@ -41,6 +40,7 @@ def cross_entropy(
             that is sharded in another way than over its classes alone is gathered.
         target: classes, of the shape of ``input`` without its classes; or probabilities of whole classes, for which
             torch's own function is called.
+        options, named: the function's further arguments, from ``size_average`` on.
 
     Returns:
         A plain tensor, float32 for half-precision logits, else of their dtype.
@@ -53,11 +53,9 @@ def cross_entropy(
     if not has_sharded_classes(input):
         input = _whole(input)
         if target.is_floating_point():
-            options = size_average, ignore_index, reduce, reduction, label_smoothing
-            return F.cross_entropy(input, full_tensor(target), full_tensor(weight), *options)
+            return F.cross_entropy(input, full_tensor(target), full_tensor(weight), *options, **named)
     slices = any_order.Slices(_own_slices(layout, input), _sum_in_tree)
-    options = size_average, ignore_index, reduce, reduction, label_smoothing
-    return any_order.cross_entropy(input, target, weight, *options, slices=slices)
+    return any_order.cross_entropy(input, target, weight, *options, **named, slices=slices)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
