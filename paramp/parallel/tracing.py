@@ -16,7 +16,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
-from ..base.torch_internals import take
+from ..base.torch_internals import patched, take
 from ..base.trees import NUMBERS_AND_TEXT, children, leaves, map_leaves, map_tensors, rebuilt
 from .materialize import outline
 from .partition import is_sequential
@@ -311,13 +311,10 @@ class _Tracer(fx.Tracer):
 
             return function
 
-        try:
+        with ExitStack() as stack:
             for name in originals:
-                setattr(torch, name, recording(name))
+                stack.enter_context(patched(torch, name, recording(name)))
             yield
-        finally:
-            for name, original in originals.items():
-                setattr(torch, name, original)
 
 
 def _require(condition: object, message: str) -> None:
