@@ -76,9 +76,9 @@ class Numerics:
         return default
 
     def connect(
-        self, stages: Any, params: Any, losses: Any, batches: Any, failure: Any, step_counts: Callable[[], list[int]]
+        self, stages: Any, params: Any, losses: Any, batches: Any, step_counts: Callable[[], list[int]]
     ) -> None:
-        """The parts of an engine are there: its stages, parameters, losses and batches of a window, failures."""
+        """The parts of an engine are there: its stages, parameters, losses and batches of a window."""
 
     def computing(self) -> AbstractContextManager[Any]:
         """A context for forwards, criteria and backwards."""

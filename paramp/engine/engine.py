@@ -104,7 +104,7 @@ class Engine:
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)
-        weights.numerics.connect(stages, params, losses, batches, self._failure, self._counters.read)
+        weights.numerics.connect(stages, params, losses, batches, self._counters.read)
         compute = ComputeContext.in_layout(context, weights.numerics)
         checked = CheckedCriterion(criterion, own_loss, compute)
         self._runner = LoopRunner(stages, weights, checked, losses, window, self.observers)

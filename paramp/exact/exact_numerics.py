@@ -19,7 +19,6 @@ from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
-from ..engine.shared_failure import SharedFailure
 from ..engine.state.model_tensors import ParamChunks
 from ..engine.window import WindowLosses
 from ..observe.overflow_record import WindowRecord
@@ -156,7 +155,6 @@ class ExactNumerics(Numerics):
         params: ParamChunks,
         losses: WindowLosses,
         batches: WindowRecord,
-        failure: SharedFailure,
         step_counts: Callable[[], list[int]],
     ) -> None:
         """Watch buffers, tied parameters and losses."""
