@@ -92,7 +92,6 @@ class LoopRunner(BatchRunner):
             self._failure.record(error)
         if not return_loss:
             self._failure.agree(self._failure.take())
-        if not return_loss:
             return *shown, None
         return *shown, self._window.mean_loss() if totals is None else self._losses.mean(totals)
 

@@ -71,7 +71,7 @@ def squares(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], la
     Raises:
         ValueError: a gradient is of another dtype; a norm weight is none of these.
     """
-    _check(gradients, norm_weights)
+    _check_exactness(gradients, norm_weights)
     units = _units(largest)
     bins = torch.zeros_like(units)
     for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
@@ -97,7 +97,7 @@ def total(bins: torch.Tensor) -> torch.Tensor:
     return bins[0] + (bins[1] + bins[2])
 
 
-def _check(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float]) -> None:
+def _check_exactness(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float]) -> None:
     for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
         if gradient.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(

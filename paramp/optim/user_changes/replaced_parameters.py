@@ -76,7 +76,7 @@ class ModelParameters:
             if any(found.get(name, own) is not own for name in names)
         }
         for own, given in replaced.items():
-            _check(own, given)
+            _check_replacement(own, given)
         for own, given in replaced.items():
             value = next(iter(given.values()))
             local(own).copy_(local(value))
@@ -103,7 +103,7 @@ class _FollowLoads:
         return _FollowLoads, ()
 
 
-def _check(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:
+def _check_replacement(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:
     for name, value in given.items():
         if _layout(value) != _layout(own):
             raise RuntimeError(

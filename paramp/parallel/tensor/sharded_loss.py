@@ -116,7 +116,7 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     dim, target, weight = _class_dim(input), full_tensor(target).long(), full_tensor(weight)
-    _check(input.shape, dim, target, weight, reduction, label_smoothing)
+    _check_arguments(input.shape, dim, target, weight, reduction, label_smoothing)
     rows = local_shard(cast("DTensor", input)).movedim(dim, -1)
     if slices is not None:
         rows = rows.contiguous()
@@ -133,7 +133,7 @@ def _all_reduced(terms: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
     return term
 
 
-def _check(
+def _check_arguments(
     shape: torch.Size, dim: int, target: torch.Tensor, weight: torch.Tensor | None, reduction: str, smoothing: float
 ) -> None:
     """Raise a ValueError where torch does, with what it would say: for logits of ``shape`` with classes in ``dim``."""
