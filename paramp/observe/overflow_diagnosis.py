@@ -85,19 +85,7 @@ def diagnose_overflow(
         of_step = find()
         if not window.calls:
             return OverflowReport(float(step_scale), of_step, None, NOT_RECORDED)
-        tracer = run(step_scale)
-        origin, non_finite = tracer.seen.origin(), find()
-        if origin is None:
-            # Each rank's gradients are finite, so the sum over ranks has overflowed. FSDP2 has already made it.
-            if not non_finite:
-                gradients.complete()
-                non_finite = find()
-            if non_finite:
-                origin = _origin_in_sum(non_finite[0])
-        elif origin.during == "backward":
-            # If everything is finite at a scale of 1, the loss scale is the cause.
-            helped = float(step_scale) > 1 and run(torch.ones_like(step_scale)).seen.origin() is None
-            origin = replace(origin, helped_by_scale=helped)
+        tracer, origin, non_finite = _find_origin(step_scale, run, find, gradients)
         failure = next((text for (text,) in gather_findings([tracer.failure]) if text), None)
         problem = f"the rerun failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
         compiled = any(map(is_compiled, window.stages.modules()))
@@ -105,6 +93,29 @@ def diagnose_overflow(
         return OverflowReport(float(step_scale), (non_finite or of_step) if problem else non_finite, origin, unknown)
     finally:
         gradients.drop()
+
+
+def _find_origin(
+    step_scale: torch.Tensor,
+    run: Callable[[torch.Tensor], Tracer],
+    find: Callable[[], tuple[NonFiniteGradient, ...]],
+    gradients: Gradients,
+) -> tuple[Tracer, Origin | None, tuple[NonFiniteGradient, ...]]:
+    """What a rerun at ``step_scale`` saw, the origin, and the gradients that are not finite then."""
+    tracer = run(step_scale)
+    origin, non_finite = tracer.seen.origin(), find()
+    if origin is None:
+        # Each rank's gradients are finite, so the sum over ranks has overflowed. FSDP2 has already made it.
+        if not non_finite:
+            gradients.complete()
+            non_finite = find()
+        if non_finite:
+            origin = _origin_in_sum(non_finite[0])
+    elif origin.during == "backward":
+        # If everything is finite at a scale of 1, the loss scale is the cause.
+        helped = float(step_scale) > 1 and run(torch.ones_like(step_scale)).seen.origin() is None
+        origin = replace(origin, helped_by_scale=helped)
+    return tracer, origin, non_finite
 
 
 def _stages_of_parameters(window: WindowRecord, indices: Sequence[int]) -> dict[str, int]:
