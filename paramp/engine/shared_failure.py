@@ -38,7 +38,7 @@ class SharedFailure:
 
     Attributes:
         is_alone: whether this rank has failed alone, while others wait for it.
-        is_delayed: whether the sums of steps are read in the next call, so that the host does not wait for a GPU.
+        num_failed: the sum of the flags of the last step, which is read in the next call if it is late.
         is_shared: whether failures are known only from a sum over ranks, or on a GPU; else they are raised at once.
     """
 
@@ -58,9 +58,8 @@ class SharedFailure:
         self.kind: str | None = None
         """What the losses of this window are on this rank, for an error if ranks differ."""
         self._published_kind: str | None = None
-        self._num_failed = HostCopy(1, torch.float64, context.device)
-        self.is_delayed = self._num_failed.is_late
-        self.is_shared = context.world_size > 1 or self.is_delayed
+        self.num_failed = HostCopy(1, torch.float64, context.device)
+        self.is_shared = context.world_size > 1 or self.num_failed.is_late
 
     def refuse(self) -> NoReturn:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
@@ -108,14 +107,14 @@ class SharedFailure:
         if not self.is_shared:  # its failures were raised at once
             return
         self._published_kind = self.kind
-        if self.is_delayed and not wait:
-            self._num_failed.start(num_failed)
+        if self.num_failed.is_late and not wait:
+            self.num_failed.start(num_failed)
         elif num_failed:
             self._raise(self._found())
 
     def check(self) -> None:
         """Raise on every rank if a published sum was not 0."""
-        if self._num_failed.take():
+        if self.num_failed.take():
             self._raise(self._found())
 
     def _found(self) -> Exception | None:

@@ -143,7 +143,7 @@ class WindowLosses:
             if totals is None:
                 failures = failures + mixes_kinds(*summed[1:4])
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
-        if self.failure.is_shared and (totals is not None or not self.failure.is_delayed):
+        if self.failure.is_shared and (totals is not None or not self.failure.num_failed.is_late):
             self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()
 

@@ -64,17 +64,17 @@ def decide(
 
 
 class HostCopy:
-    """Numbers of a device on the host, which waits for them only when it reads them, and not for what is queued since.
-
-    Attributes:
-        is_late: whether the host would wait for the device, so that it reads them in a later call.
-    """
+    """Numbers of a device on the host, which waits for them only when it reads them, and not for what is queued since."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.is_late = device.type == "cuda"
-        self._values = torch.zeros(size, dtype=dtype, pin_memory=self.is_late)
-        self._copied = torch.cuda.Event() if self.is_late else None
+        self._values = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._is_new = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host would wait for the device, so that it reads them in a later call."""
+        return self._copied is not None
 
     def start(self, values: torch.Tensor) -> None:
         """Start to copy ``values``, of the size or 0-dim."""
