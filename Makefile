@@ -60,9 +60,9 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Without --quiet, under which --strict counts no warnings.
+# Without --quiet, under which --strict counts no warnings. The variable hides a notice of Material's about its successor.
 docs: $(VENV)/installed
-	$(VENV)/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
 
 # Pages in headless Chromium, in four looks each, into build/screenshots. It needs Debian's package chromium.

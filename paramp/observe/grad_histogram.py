@@ -25,7 +25,7 @@ from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
 from ..optim.flat_weights import FlatWeights
 from ..scaling.grad_norm import norm_weight
-from .loops_without_engine import agreed_call, checked_scale
+from .loops_without_engine import agreed_context, checked_scale
 
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the smallest subnormal and of the largest float64."""
@@ -141,7 +141,7 @@ def gradient_histogram(
             raise ConfigError(f"dtype: got {dtype!r}, expected a floating-point dtype, such as torch.float16")
         return model, {"scale": checked_scale(scale), "dtype": str(dtype)}
 
-    context = agreed_call("gradient_histogram", context, check)
+    context = agreed_context("gradient_histogram", context, check)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     device = context.device if context else next((one.device for one in parameters), torch.device("cpu"))
     pairs = ((_in_placements(parameter), norm_weight(parameter, context)) for parameter in parameters)

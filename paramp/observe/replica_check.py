@@ -31,7 +31,7 @@ from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replica_counts import TiedParameter
 from .bit_hash import hash_bits
-from .loops_without_engine import agreed_call
+from .loops_without_engine import agreed_context
 from .overflow_record import WindowRecord
 from .same_data import NAMED, different_data, listed
 
@@ -118,7 +118,7 @@ def check_replicas(
         require(scaler is None or is_scaler, "scaler", scaler, "a paramp.DistributedGradScaler, or None")
         return module, {"optimizer": optimizer is not None, "scaler": scaler is not None}
 
-    context = agreed_call("check_replicas", context, check)
+    context = agreed_context("check_replicas", context, check)
     if context is None:
         return []
     return Replicas(unwrapped(module), optimizer, context.ties, scaler, None, context).check()
