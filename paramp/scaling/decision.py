@@ -64,7 +64,7 @@ def decide(
 
 
 class HostCopy:
-    """Numbers of a device on the host, which waits for them only when it reads them, and not for what is queued since."""
+    """Numbers of a device on the host, which waits for them only when it reads them, not for what is queued since."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._values = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
