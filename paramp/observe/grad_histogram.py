@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,9 @@ class GradientHistogram:
             f"{self.underflow:.2%} underflow, headroom 2**{self.headroom:.1f}{bad}"
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write all values to a file, as JSON; a headroom of inf is null."""
-        values = {
+    def as_json(self) -> dict[str, Any]:
+        """All values as plain ones; a headroom of inf is None."""
+        return {
             "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
             "zeros": self.zeros,
             "non_finite": self.non_finite,
@@ -97,7 +98,10 @@ class GradientHistogram:
             "underflow": self.underflow,
             "headroom": self.headroom if math.isfinite(self.headroom) else None,
         }
-        user_path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def save(self, path: str | Path) -> None:
+        """Write all values to a file, as JSON."""
+        user_path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
