@@ -15,8 +15,7 @@ import torch
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..optim.choose_step import Step, choose_step
-from ..optim.compiled.compiled_step import fused_step_for
-from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
+from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad

@@ -128,7 +128,7 @@ class _Sample:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        runs = [(param, *run) for param in buffer.params for run in _runs(buffer, param)]
+        runs = [(param, *run) for param in buffer.params for run in _runs(param)]
         self._params = [param for param, _, _ in runs]
         first_rows, lengths = [first for _, first, _ in runs], [length for _, _, length in runs]
         self._first_rows = torch.tensor(first_rows, dtype=torch.int64, device=buffer.weights.device)
@@ -147,9 +147,9 @@ class _Sample:
         return self._params[int(changed.nonzero()[0])].name
 
 
-def _runs(buffer: Buffer, param: FlatParam) -> Iterator[tuple[int, int]]:
+def _runs(param: FlatParam) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each run of ``param`` in this rank's part of the buffer."""
-    own = buffer.own_range(param)
+    own = param.own_range
     if own.start < own.stop:
         first, stop = own.start // ALIGNMENT, -(-own.stop // ALIGNMENT)
         for row in range(first, stop, sizes.SAMPLED_RUN):
