@@ -61,7 +61,7 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff format .
 
 # Without --quiet, under which --strict counts no warnings.
-docs: $(VENV)/installed
+docs: $(VENV)/installed-docs
 	$(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
 
@@ -82,6 +82,10 @@ $(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt -e ".[rich]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-train
+	$(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
 # Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.
