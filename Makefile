@@ -5,7 +5,7 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs clean
+.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs screenshots clean
 
 train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
@@ -60,10 +60,16 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Without --quiet, under which --strict counts no warnings.
+# Without --quiet, under which --strict counts no warnings. The variable hides a notice of Material's about its successor.
 docs: $(VENV)/installed-docs
-	$(VENV)/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
+
+# Pages in headless Chromium, in four looks each, into build/screenshots. It needs Debian's package chromium.
+PAGES ?= runs/*/report.html
+screenshots: $(VENV)/installed
+	$(PIP) -c constraints.txt playwright
+	$(VENV)/bin/python tests/support/screenshots.py $(PAGES) $(ARGS)
 
 # The quick ones; benchmarks/README.md has the others.
 benchmark: $(VENV)/installed
