@@ -20,8 +20,7 @@ def build_parser(given: str | None) -> Parser:
     Only the command ``given`` has its arguments.
     """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
-    version = f"paramp {__version__}"
-    parser.add_argument("--version", action="version", version=version, help="print paramp's version (default: off)")
+    parser.add_argument("--version", action="version", version=f"paramp {__version__}", help="print paramp's version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, add_arguments, explained) in COMMANDS.items():
         sentence = f"{explained.capitalize()}."
