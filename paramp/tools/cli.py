@@ -1,10 +1,10 @@
 """Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from .. import __version__
 from ..base.errors import CheckpointError, ConfigError
 from ..base.user_values import user_path
 from .flags import Parser, formatter
@@ -20,7 +20,8 @@ def build_parser(given: str | None) -> Parser:
     Only the command ``given`` has its arguments.
     """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--version", action="version", version=f"paramp {__version__}", help="print paramp's version")
+    version = f"paramp {importlib.import_module('paramp').__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print paramp's version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, add_arguments, explained) in COMMANDS.items():
         sentence = f"{explained.capitalize()}."
