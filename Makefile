@@ -7,8 +7,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs clean
 
+# ARGS="--steps 300": for longer, to a lower loss.
 train: $(VENV)/installed-train
-	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
+	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --plant-overflow 40 \
+		--log-dir runs/tiny $(ARGS)
 
 # Two workers, because a test in one process leaves a core idle; a file's tests stay together, for what they share.
 PYTEST := python -m pytest -q --numprocesses 2 --dist loadfile

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from ..base.errors import require
 from ..base.user_values import user_path
+
+Hook = Callable[[dict[str, float], int], object]
+"""Is given the numbers of a step by their names, and the step: ``run.log`` of wandb, ``mlflow.log_metrics``, ..."""
 
 
 class Metrics:
@@ -26,14 +31,29 @@ class Metrics:
     The file of an earlier run is renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...
     """
 
-    def __init__(self, folder: str | Path, *, resumed_at: int | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        resumed_at: int | None = None,
+        enabled: bool = True,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
         """Create ``folder`` if it does not exist, and open the file.
 
         Args:
             resumed_at: the last step of the run that is resumed, whose lines up to there are kept. None: a new run.
-            enabled: False on all ranks but one: write nothing.
+            enabled: False on all ranks but one: write nothing, and call no hook.
+            hooks: called as ``hook(values, step)`` after each write: a logger's function, such as ``wandb_run.log`` or
+                ``mlflow.log_metrics``. ``values`` has the numbers that are finite, as int or float.
+
+        Raises:
+            ConfigError: ``hooks`` is no list of functions.
         """
+        functions = not callable(hooks) and all(map(callable, hooks))
+        require(functions, "hooks", hooks, "a list of functions of the values and the step, such as [wandb_run.log]")
         self._file: TextIO | None = None
+        self._hooks = tuple(hooks) if enabled else ()
         if enabled:
             path = user_path(folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +68,11 @@ class Metrics:
         ``loss_scale``, ``skipped`` (0 or 1), ``tokens_per_second``, and ``data_seconds`` of ``step_seconds``.
         """
         if self._file is not None:
-            record = {"step": step} | {name: _plain(value) for name, value in values.items()}
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            plain = {name: _plain(value) for name, value in values.items()}
+            self._file.write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
+            numbers = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+            for hook in self._hooks:
+                hook(dict(numbers), step)
 
     def close(self) -> None:
         """Close the file."""
