@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .engine.step import StepResult
     from .integrations.fabric import FabricPrecision
     from .observe.grad_histogram import gradient_histogram
-    from .observe.metrics import Metrics
     from .observe.overflow_diagnosis import trace_overflow
     from .observe.overflow_record import record_batch
     from .observe.replica_check import check_replicas
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from .scaling.grad_norm import clip_grad_norm_
     from .scaling.loss_scaler import DistributedGradScaler
     from .scaling.loss_scaling_options import LossScaling
+    from .tools.metrics import Metrics
 
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -100,7 +100,7 @@ _HOMES = {
     "engine.step": "StepResult",
     "integrations.fabric": "FabricPrecision",
     "observe.grad_histogram": "gradient_histogram",
-    "observe.metrics": "Metrics",
+    "tools.metrics": "Metrics",
     "observe.overflow_diagnosis": "trace_overflow",
     "observe.overflow_record": "record_batch",
     "observe.replica_check": "check_replicas",

@@ -8,6 +8,7 @@ import os
 import resource
 import shlex
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
@@ -18,7 +19,8 @@ import torch
 from paramp import ConfigError, Metrics, ParallelContext
 from paramp.base.user_values import user_path
 from paramp.config.files import load
-from paramp.observe.metrics import Hook, set_aside
+from paramp.tools.metrics import Hook, set_aside
+from paramp.tools.run_events import Finding
 
 from .corpus import Corpus
 from .settings import DEFAULTS, Job, TrainConfig, all_settings
@@ -62,9 +64,16 @@ class Reporter:
     Args:
         enabled: False on all ranks but the main one: write nothing.
         resumed_at: the last step of the resumed run, whose files are continued. None: a new run.
+        settings: those of the run, for its page.
     """
 
-    def __init__(self, job: TrainConfig, enabled: bool, resumed_at: int | None = None) -> None:
+    def __init__(
+        self,
+        job: TrainConfig,
+        enabled: bool,
+        resumed_at: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._total, self._enabled, self._num_skipped = job.steps, enabled, 0
         self._begun, self._first = monotonic(), (resumed_at or 0) + 1
         self._files = ExitStack()
@@ -74,7 +83,8 @@ class Reporter:
         if enabled and job.log_dir is not None:
             folder = user_path(job.log_dir)
             hooks = [self._tensorboard(folder / "tensorboard", resumed_at)] if job.tensorboard else []
-            self._metrics = self._files.enter_context(Metrics(folder, resumed_at=resumed_at, hooks=hooks))
+            metrics = Metrics(folder, resumed_at=resumed_at, settings=settings, hooks=hooks)
+            self._metrics = self._files.enter_context(metrics)
             log = _continued(folder / "train.log", resumed_at)
             self._log = self._files.enter_context(log.open("a", encoding="utf-8", buffering=1))
         if enabled and _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None:
@@ -141,11 +151,16 @@ class Reporter:
         minutes, seconds = divmod(round(speed * (self._total - step)), 60)
         return f"{minutes}:{seconds:02} left"
 
+    def record(self, step: int, finding: Finding) -> None:
+        """Write what an observation of ``step`` found, as :meth:`paramp.Metrics.record`."""
+        if self._metrics is not None:
+            self._metrics.record(step, finding)
+
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
 
 def _continued(path: Path, resumed_at: int | None) -> Path:
@@ -161,12 +176,9 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def announce(reporter: Reporter, context: ParallelContext, job: Job, corpus: Corpus, num_parameters: int) -> None:
-    """Log the settings that differ from the default on the main rank, and save all of them as JSON."""
-    if not context.is_main:
-        return
-    settings = all_settings(context.config, job)
-    facts = {
+def facts_of(context: ParallelContext, corpus: Corpus, num_parameters: int) -> dict[str, Any]:
+    """What a run is made of beside its settings, with plain values."""
+    return {
         "world_size": context.world_size,
         "data_size": context.batch_axis.size,
         "device": str(context.device),
@@ -177,12 +189,21 @@ def announce(reporter: Reporter, context: ParallelContext, job: Job, corpus: Cor
         f"data_{corpus.unit}s": len(corpus.training) + len(corpus.held_out),
         "parameters": num_parameters,
     }
+
+
+def announce(
+    reporter: Reporter, context: ParallelContext, job: Job, facts: Mapping[str, Any], notes: Iterable[str]
+) -> None:
+    """Log the settings that differ from the default on the main rank, and save all of them as JSON."""
+    if not context.is_main:
+        return
+    settings = all_settings(context.config, job)
     usual = all_settings(load(DEFAULTS | {"precision": context.config.precision.name}), Job())
     usual["precision"] = DEFAULTS["precision"]
     changed = [f"{name} = {value}" for name, value in settings.items() if name not in usual or usual[name] != value]
     reporter.say(f"settings other than the default: {', '.join(changed) or 'none'}")
     reporter.say(", ".join(f"{name} = {value}" for name, value in facts.items() if name != "data_sha256"))
-    for line in corpus.notes:
+    for line in notes:
         reporter.say(line)
     if job.train.log_dir is not None:
         path = set_aside(user_path(job.train.log_dir) / "config.json")

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from types import ModuleType
 
+import markdown
 import pytest
 import torch
 from commands import ROOT, run, succeeded
@@ -245,6 +247,39 @@ def test_the_index_lists_every_page_and_the_reference_every_public_name():
     names = {name for name in paramp.__all__ if not isinstance(getattr(paramp, name), (str, ModuleType))}
     assert len(names) > 15
     assert {f"paramp.{name}" for name in names} - shown == set()
+
+
+@pytest.fixture(scope="module")
+def site():
+    """What the site adds to its theme."""
+    path = ROOT / "docs" / "site" / "hooks.py"
+    spec = importlib.util.spec_from_file_location("site_hooks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "is_loaded"),
+    [
+        ('<script src="https://unpkg.com/a.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.googleapis.com/css">', True),
+        ('<img alt="x" src="https://img.shields.io/a.svg">', True),
+        ('<a href="https://pytorch.org">torch</a> <script src="assets/a.js"></script>', False),
+    ],
+)
+def test_a_page_that_loads_something_over_the_network_fails_the_build(site, line, is_loaded, caplog):
+    site.on_post_page(f"<html>{line}</html>")
+    assert bool(caplog.records) == is_loaded
+
+
+def test_cells_of_tables_have_the_heads_of_their_columns(site):
+    page = markdown.markdown("| | `a` b | c |\n|-|-|-|\n| x | y | |", extensions=["tables", site.LabelledTables()])
+    assert re.findall(r"<td.*?</td>", page) == [
+        "<td>x</td>",
+        '<td data-label="a b">y</td>',
+        '<td data-label="c"></td>',
+    ]
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():
