@@ -10,7 +10,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # ARGS="--steps 300": for longer, to a lower loss.
 train: $(VENV)/installed-train
 	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --plant-overflow 40 \
-		--log-dir runs/tiny $(ARGS)
+		--trace 20 --histogram-every 5 --log-dir runs/tiny $(ARGS)
 
 # What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
 CHECKS := tests/checks
