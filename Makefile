@@ -7,8 +7,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs screenshots clean
 
+# ARGS="--steps 300": for longer, to a lower loss.
 train: $(VENV)/installed-train
-	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
+	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --plant-overflow 40 \
+		--trace 20 --histogram-every 5 --log-dir runs/tiny $(ARGS)
 
 # What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
 CHECKS := tests/checks

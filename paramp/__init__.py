@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         launch_from_torch,
         start_heartbeat,
     )
+    from .distributed.notebook import notebook
     from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
     from .engine.initialize import initialize
@@ -77,6 +78,7 @@ __all__ = [
     "launch_from_torch",
     "models",
     "nn",
+    "notebook",
     "record_batch",
     "start_heartbeat",
     "trace_overflow",
@@ -90,6 +92,7 @@ _HOMES = {
     "distributed.launchers": (
         "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
     ),
+    "distributed.notebook": "notebook",
     "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",

@@ -48,6 +48,7 @@ CORE = {"torch", "numpy", "safetensors"}
 EXTRAS = {
     *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
     *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn", "peft", "accelerate"),
+    "cloudpickle",
 }
 """What may be missing, so that only functions import it."""
 FOR_TYPES = {"typing_extensions"}
