@@ -78,7 +78,9 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
 
 # torch 2.13 has new names for these two and deprecates the old ones; 2.11 has only the old ones.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""``(own, whole, group=...)``: this rank's slice of the sum of ``whole``; 1-dim. ``own`` may be a view of it."""
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""``(whole, own, group=...)``: the slices ``own`` of every rank; 1-dim. ``own`` may be a view of this rank's."""
 
 
 def start_reduce_scatter(
@@ -109,26 +111,6 @@ def start_reduce_scatter(
         whole[start + own.numel() :].zero_()
 
     return finish
-
-
-def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``whole`` with the slices ``own`` of every rank of ``group`` (None: the world); one all-gather.
-
-    Args:
-        whole: 1-dim, group size x slice size elements.
-        own: 1-dim; may be a view of this rank's slice of ``whole``.
-    """
-    all_gather_single(whole, own, group=group)
-
-
-def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``own`` with this rank's slice of the sum of ``whole`` over ``group``; one reduce-scatter.
-
-    Args:
-        own: 1-dim.
-        whole: 1-dim, group size x slice size elements.
-    """
-    reduce_scatter_single(own, whole, group=group)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
