@@ -79,13 +79,15 @@ RUN_BY = {
     ],
 }
 """The test, or its fixture, that runs a command: on two hosts for instance."""
+RUN_IN_TEXT = {"source .venv/bin/activate", "pip install -e ."}
+"""Commands in the text of the README that make the environment of all tests."""
 RUN_ELSEWHERE = {command for commands in RUN_BY.values() for command in commands}
 
 
 def commands():
     """The commands of all pages, in their order: later ones may read what earlier ones wrote."""
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    return list(dict.fromkeys(filter(None, (line.partition("  #")[0].strip() for line in lines))))
+    return list(dict.fromkeys(filter(None, (" ".join(line.partition("  #")[0].split()) for line in lines))))
 
 
 def execute(page, *sources):
@@ -126,6 +128,14 @@ def test_the_program_of_reproducible_prints_one_line_on_every_layout(tmp_path):
     assert [first != other for first, other in pairs] == [True, True, True]
 
 
+def test_commands_in_the_text_of_the_readme_are_run_too():
+    """By tests, as the blocks are, or by ``.ci/run``."""
+    programs = r"`((?:make|paramp|pip|python|source|torchrun) [^`]*)`"
+    commands_in_text = set(re.findall(programs, re.sub(r"^```.*?^```$", "", read("README.md"), flags=re.M | re.S)))
+    run_by_ci = {line for line in read(".ci/run").splitlines() if line.startswith("make ")}
+    assert commands_in_text - run_by_ci - set(commands()) - RUN_IN_TEXT == set()
+
+
 def test_commands_run_by_other_tests_exist():
     for name in RUN_BY:
         module, _, function = name.partition(".")
@@ -155,7 +165,9 @@ def test_a_command_runs(command, clone):
         dry_run(*words[1:])  # the whole of it is what .ci/run does, or a benchmark
         return
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # `python` itself starts warm
-    succeeded(run(words + SHORT * ("launch/train.py" in words), cwd=clone, PATH=path, PYTHONPATH=str(ROOT)))
+    if "launch/train.py" in words:
+        words += [*SHORT, *(["--histogram", "2"] if "--histogram" in words else [])]
+    succeeded(run(words, cwd=clone, PATH=path, PYTHONPATH=str(ROOT)))
 
 
 def test_pages_have_the_code_of_their_examples():
@@ -230,10 +242,13 @@ def test_pages_have_the_versions_of_the_project():
 
 
 def test_make_train_is_what_the_readme_says():
-    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
+    planting = f"{ON_FOUR} launch/train.py --config launch/tiny.toml --plant-overflow 40"
+    assert planting in " ".join(dry_run("train").replace("\\\n", "").split())
     config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
     layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
+    assert "--log-dir runs/tiny" in dry_run("train")
+    assert (job.train.steps, config.trace_overflow, job.train.plant_overflow) == (60, True, None)
 
 
 def test_the_command_of_megatrons_page_means_what_theirs_does():
