@@ -38,6 +38,12 @@ def _add_plot_arguments(command: Parser) -> None:
     command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
 
 
+def _add_report_arguments(command: Parser) -> None:
+    command.add_argument("folder", metavar="RUN", help="the folder of a run: --log-dir, or that of paramp.Metrics")
+    explained = "write the page again every N seconds until the run ends; the browser follows (default: once; N is 10)"
+    command.add_argument("--live", metavar="N", nargs="?", type=float, const=10.0, help=explained)
+
+
 def _add_inspect_arguments(command: Parser) -> None:
     command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
@@ -66,6 +72,18 @@ def run_plot(given: argparse.Namespace) -> None:
     from .plot import plot
 
     print(plot(given.log_dirs, given.out))
+
+
+def run_report(given: argparse.Namespace) -> None:
+    """Write the page, and print its path; with ``--live`` again and again, until the run ends or Ctrl-C."""
+    from .report.run_page import finish, report
+
+    try:
+        for count, path in enumerate(report(given.folder, given.live)):
+            if not count:
+                print(path, flush=True)
+    except KeyboardInterrupt:
+        finish(given.folder)
 
 
 def run_inspect(given: argparse.Namespace) -> int:
@@ -156,6 +174,7 @@ def run_verify(given: argparse.Namespace) -> int:
 Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], None], str]
 COMMANDS: dict[str, Command] = {
     "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
+    "report": (run_report, _add_report_arguments, "write the page of a run, one HTML file"),
     "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
     "verify": (
         run_verify,

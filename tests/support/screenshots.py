@@ -20,6 +20,8 @@ from playwright.sync_api import Browser, Error, Page, sync_playwright
 ROOT = Path(__file__).parents[2]
 HEIGHTS = {400: 800}
 """Width of the window -> its height; others have 900."""
+HIGHEST = 16_000
+"""The most pixels of a picture from top to bottom, which Chromium can draw."""
 LOCAL = ("file:", "data:", "blob:", "about:", "http://127.0.0.1", "http://localhost")
 
 TIME = """() => {
@@ -123,7 +125,11 @@ def show(
         if opened:
             page.evaluate("() => document.querySelectorAll('details').forEach(one => one.open = true)")
         problems += page.evaluate(CUT)
-        page.screenshot(path=picture, full_page=True)
+        # A window as high as the page: a picture of the full page would forget that the window is a phone's.
+        height = page.evaluate("() => document.documentElement.scrollHeight")
+        page.set_viewport_size({"width": width, "height": min(height, HIGHEST)})
+        page.wait_for_timeout(300)
+        page.screenshot(path=picture)
     except Error as error:
         return float("nan"), [*problems, f"error: {error}"]
     finally:
