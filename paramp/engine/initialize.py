@@ -26,7 +26,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
-from ..optim.matrices.matrix_owners import exchange_matrices
+from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from .compute_context import Criterion
 from .engine import Engine

@@ -193,16 +193,19 @@ class Replicas:
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
         a matrix that is stepped whole, one tensor rank has the state.
         """
-        for param, _, buffer in flat.pairs():
+        for param in flat.params:
+            if param.stepped is None:
+                continue
+            buffer = param.buffer
             group, tie = self._group_of_stepped(of_weights[param.name], partitioned=buffer.num_parts > 1)
             averages = [] if buffer.average is None else [(AVERAGE, buffer.average)]
             for kind, stored in [*((MASTER, master) for master in buffer.masters.state), *averages]:
-                values = stored[buffer.own_range(param)]
+                values = stored[param.own_range]
                 yield _Compared(kind, param.name, group, partial(list, (values,)), tie)
         for weights in flat.by_optimizer:
-            for param, stepped, buffer in weights.pairs():
+            for param, stepped in weights.pairs():
                 weight, owned = of_weights[param.name], weights.exchange is not None
-                group, tie = self._group_of_stepped(weight, partitioned=buffer.num_parts > 1, owned=owned)
+                group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, owned=owned)
                 yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
 
     def _group_of_stepped(
