@@ -1,4 +1,4 @@
-"""Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
+"""Inspect machines, check layouts, show runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
 
 import argparse
 import sys
