@@ -5,7 +5,8 @@
 
 Writes ``NAME-WIDTH-SCHEME.png``, the whole page. A page fails that writes an error to the console, asks any network for
 something, is wider than the window, or cuts a text off. Its time is that from the request to the ``load`` event, or to
-the mark ``rendered`` (``performance.mark``) of a page that draws after it; ``--seconds`` is the most it may take.
+the mark ``rendered`` (``performance.mark``) of a page that draws what is in sight after it. ``--seconds`` is the most it may
+take. While ``window.rendering`` is true the picture waits.
 
 It needs Debian's package ``chromium`` (``--browser``: another path of it) and the Python package ``playwright``.
 """
@@ -118,9 +119,7 @@ def show(
     try:
         page.goto(address, wait_until="load", timeout=60_000)
         page.wait_for_timeout(300)
-        page.wait_for_function(
-            "() => !window.rendering || performance.getEntriesByName('rendered').length", timeout=60_000
-        )
+        page.wait_for_function("() => !window.rendering", timeout=60_000)
         seconds = float(page.evaluate(TIME))
         if opened:
             page.evaluate("() => document.querySelectorAll('details').forEach(one => one.open = true)")

@@ -243,8 +243,11 @@ def test_a_long_run_has_a_small_page(steps):
 def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
     folder = folder_of(tmp_path)
 
+    waits = []
+
     def sleep(seconds):
-        assert seconds == 5
+        waits.append(seconds)
+        assert waits == [5]
         with (folder / "events.jsonl").open("a") as file:
             file.write(json.dumps({"event": "end", "step": 4, "error": None}) + "\n")
 

@@ -1,10 +1,11 @@
 "use strict"
-// Draws the figures in the colours that the reader prefers, and again when that changes.
-window.rendering = true // until the mark "rendered"
+// Draws the figures in the colours that the reader prefers, and again when that changes: first those in sight, which the
+// mark "rendered" ends, then one after the other, until "rendering" is false.
+window.rendering = true
 const page = JSON.parse(document.getElementById("figures").textContent)
 const dark = matchMedia("(prefers-color-scheme: dark)")
 const touch = matchMedia("(pointer: coarse)")
-let managers = []
+let managers = [], ranges = [], drawing = 0
 
 const coloured = text => dark.matches ? text.replace(/#[0-9a-f]{6}/g, colour => page.dark[colour] ?? colour) : text
 
@@ -15,16 +16,48 @@ function forTouch(value) {
   for (const item of Object.values(value)) forTouch(item)
 }
 
+// Figures over steps show the same steps.
+function join(range) {
+  if (!range) return
+  if (ranges.length) range.setv({start: ranges[0].start, end: ranges[0].end})
+  ranges.push(range)
+  range.change.connect(() => {
+    const {start, end} = range
+    for (const other of ranges) if (other.start !== start || other.end !== end) other.setv({start, end})
+  })
+}
+
+const nextFrame = () => new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))
+
 async function draw() {
+  const mine = ++drawing
   for (const manager of managers) manager.clear()
+  managers = []
+  ranges = []
   for (const entry of document.querySelectorAll("[data-colour]")) entry.style.color = coloured(entry.dataset.colour)
-  const docs = JSON.parse(coloured(JSON.stringify(page.docs)))
-  if (touch.matches) forTouch(docs)
-  managers = await Bokeh.embed.embed_items(docs, page.items)
+  let inSight = true
+  for (const item of page.items) {
+    const place = document.getElementById(Object.values(item.roots)[0])
+    if (inSight && place.getBoundingClientRect().top > innerHeight) {
+      inSight = false
+      await nextFrame()
+      performance.mark("rendered")
+    }
+    const doc = JSON.parse(coloured(JSON.stringify(page.docs[item.docid])))
+    if (touch.matches) forTouch(doc)
+    const [manager] = await Bokeh.embed.embed_items({[item.docid]: doc}, [item])
+    if (mine !== drawing) return manager.clear() // the colours have changed since
+    managers.push(manager)
+    for (const view of manager) join(view.model.document.get_model_by_name("steps"))
+    if (!inSight) await nextFrame()
+  }
+  if (inSight) performance.mark("rendered")
+  await nextFrame()
+  window.rendering = false
 }
 
 Bokeh.set_log_level("warn")
-draw().then(() => requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("rendered"))))
+draw()
 dark.addEventListener("change", draw)
 
 // A tap shows what a mouse shows that stops there, until the next tap or until the page scrolls.

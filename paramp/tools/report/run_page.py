@@ -71,12 +71,12 @@ def page_of(run: LoggedRun, reload: float | None = None) -> str:
 
     axis = StepAxis.of(run)
     sections = _sections(run, axis)
-    document = Document()
-    for panel in (panel for section in sections for panel in section["panels"]):
-        document.add_root(panel.figure)
-    docs, (item,) = standalone_docs_json_and_render_items(document)
-    elements = {root.id: root.elementid for root in item.roots}
-    figures = {"docs": docs, "items": [item.to_json()], "dark": DARK}
+    roots = [panel.figure for section in sections for panel in section["panels"]]
+    for root in roots:  # a document each, so that the page can draw one after the other
+        Document().add_root(root)
+    docs, items = standalone_docs_json_and_render_items(roots)
+    elements = {root.id: root.elementid for item in items for root in item.roots}
+    figures = {"docs": docs, "items": [item.to_json() for item in items], "dark": DARK}
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("page.html").render(
         name=run.name,

@@ -43,26 +43,25 @@ WIDE = 100.0
 
 @dataclass(frozen=True)
 class StepAxis:
-    """What the figures over steps share, so that a zoom into one is a zoom into all."""
+    """What the figures over steps share. The page's script joins their ranges: a zoom into one is one into all."""
 
     run: LoggedRun
     start: float
     width: int
-    x_range: Any
+    begin: float
+    end: float
+    """What a figure shows before a zoom."""
     resumed: Sequence[float]
     """Where launches begin that resumed the run, on the axis of steps."""
 
     @staticmethod
     def of(run: LoggedRun) -> StepAxis:
         """The axis of ``run``."""
-        from bokeh.models import Range1d
-
         steps = [record["step"] for record in run.records]
         first, last = min(steps), max(steps)
         margin = max(0.5, 0.01 * (last - first))
-        bounds = (first - margin, last + margin)
         resumed = [one["resumed_at"] + 0.5 for one in run.of_kind("launch") if one.get("resumed_at")]
-        return StepAxis(run, first, width_of(first, last), Range1d(*bounds, bounds=bounds), resumed[-200:])
+        return StepAxis(run, first, width_of(first, last), first - margin, last + margin, resumed[-200:])
 
     def buckets(self, key: str, unit: float = 1.0) -> Buckets:
         """The series ``key`` over ``unit``, in buckets."""
@@ -71,10 +70,11 @@ class StepAxis:
 
     def figure(self, height: int, y_label: str, **options: Any) -> Any:
         """An empty figure with this axis, and a dashed line where the run was resumed."""
-        from bokeh.models import NumeralTickFormatter
+        from bokeh.models import NumeralTickFormatter, Range1d
         from bokeh.models.annotations import Span
 
-        plot = new_figure(height, self.x_range, x_axis_label="step", y_axis_label=y_label, **options)
+        x_range = Range1d(start=self.begin, end=self.end, bounds=(self.begin, self.end), name="steps")
+        plot = new_figure(height, x_range, x_axis_label="step", y_axis_label=y_label, **options)
         plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
         plot.xaxis.ticker.min_interval = 1
         plot.xaxis.ticker.desired_num_ticks = 5
@@ -241,11 +241,10 @@ def _name_overflows(axis: StepAxis, plot: Any, marks: dict[str, list[Any]]) -> N
     """Write the parameters beside the marks that have a report, as far apart as names need."""
     from bokeh.models.annotations import Label
 
-    begin, end = axis.x_range.start, axis.x_range.end
     plot.y_range.range_padding = 0.15
     previous = -1.0
     for x, y, name in zip(marks["x"], marks["y"], marks["parameter"], strict=True):
-        place = (x - begin) / (end - begin)
+        place = (x - axis.begin) / (axis.end - axis.begin)
         if name == NO_REPORT or place - previous < 0.45 or not np.isfinite(y):
             continue
         previous = place
