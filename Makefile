@@ -7,8 +7,10 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs screenshots clean
 
+# ARGS="--steps 300": for longer, to a lower loss.
 train: $(VENV)/installed-train
-	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
+	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --plant-overflow 40 \
+		--trace 20 --histogram-every 5 --log-dir runs/tiny $(ARGS)
 
 # What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
 CHECKS := tests/checks
@@ -61,7 +63,7 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff format .
 
 # Without --quiet, under which --strict counts no warnings. The variable hides a notice of Material's about its successor.
-docs: $(VENV)/installed
+docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
 
@@ -88,6 +90,10 @@ $(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt -e ".[rich]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-train
+	$(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
 # Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.

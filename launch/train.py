@@ -29,7 +29,16 @@ from train_app.batch_reader import (
 )
 from train_app.corpus import Corpus, bigram_loss
 from train_app.mfu import mfu, world_peak_flops
-from train_app.reporter import Reporter, announce, announce_resume, check_tensorboard, facts_of, memory_bytes
+from train_app.planted_overflow import planted_overflow
+from train_app.reporter import (
+    Reporter,
+    announce,
+    announce_end,
+    announce_resume,
+    check_tensorboard,
+    facts_of,
+    memory_bytes,
+)
 from train_app.settings import NORMS, Job, TrainConfig, all_settings, check_same, configure
 
 import paramp
@@ -204,11 +213,31 @@ def train_steps(run: Run, stop: StopRequest) -> int:
             run.reporter.say(f"stopped after step {step} by signal {signal}; {saved}")
             return 128 + signal
     run.engine.finish_saving()
+    announce_end(run.reporter, job)
     return 0
 
 
 def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     """Run one optimizer step. Returns its record for ``metrics.jsonl``, and its timeline if it is traced."""
+    engine = run.engine
+    with planted_overflow(engine) if step == run.job.plant_overflow else nullcontext() as planted:
+        if planted is not None:
+            run.reporter.say(f"step {step}: --plant-overflow makes {planted} leave the range of fp16")
+        record, result, timeline = timed_step(run, step)
+        if engine.config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
+            found = engine.diagnose_overflow()
+            run.reporter.say(f"step {step} was skipped: {found}")
+            run.reporter.record(step, found)
+            ranks, scale = engine.context.world_size, engine.scaler.get_scale()
+            everyone = f"all {ranks} ranks" if ranks > 1 else "the optimizer"
+            run.reporter.say(f"{everyone} skipped step {step}; the loss scale was {result.loss_scale:g}, now {scale:g}")
+    if engine.replicas_found is not None:
+        run.reporter.record(step, engine.replicas_found)
+    return record, timeline
+
+
+def timed_step(run: Run, step: int) -> tuple[dict[str, Any], paramp.StepResult, Timeline | None]:
+    """Run one optimizer step. Returns its record, its result and its timeline, as :func:`train_step` says."""
     engine, job, config = run.engine, run.job, run.engine.context.config
     start, data_seconds = time.perf_counter(), run.batches.seconds
     engine.train()
@@ -225,12 +254,6 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     if engine.context.device.type == "cuda":
         torch.cuda.synchronize(engine.context.device)  # so that the time includes the optimizer's kernels
     seconds = time.perf_counter() - start + data_seconds
-    if config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
-        found = engine.diagnose_overflow()
-        run.reporter.say(f"step {step} was skipped: {found}")
-        run.reporter.record(step, found)
-    if engine.replicas_found is not None:
-        run.reporter.record(step, engine.replicas_found)
     record = {
         "step": step,
         "loss": result.loss,
@@ -244,7 +267,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
         "memory_bytes": memory_bytes(engine.context.device),
         "mfu": mfu(run.flops, seconds, run.peak_flops),
     }
-    return record, timeline
+    return record, result, timeline
 
 
 def count_gradients(run: Run, step: int) -> None:

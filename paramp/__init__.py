@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         launch_from_torch,
         start_heartbeat,
     )
+    from .distributed.notebook import notebook
     from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
     from .engine.initialize import initialize
@@ -77,6 +78,7 @@ __all__ = [
     "launch_from_torch",
     "models",
     "nn",
+    "notebook",
     "record_batch",
     "start_heartbeat",
     "trace_overflow",
@@ -90,6 +92,7 @@ _HOMES = {
     "distributed.launchers": (
         "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
     ),
+    "distributed.notebook": "notebook",
     "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",
@@ -113,14 +116,16 @@ _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names
 _MODULES = ("algorithms", "amp", "functional", "models", "nn")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    return value
+if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

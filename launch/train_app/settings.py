@@ -92,6 +92,9 @@ class TrainConfig:
     histogram: int | None = None
     """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
     ``log_dir``."""
+    plant_overflow: int | None = None
+    """A step in which one weight's gradient is made to overflow, on the last rank alone
+    (:mod:`train_app.planted_overflow`)."""
     histogram_every: int | None = None
     """Steps between histograms in ``events.jsonl`` in ``log_dir``, which ``paramp report`` draws over time."""
     peak_tflops: float | None = None
@@ -117,9 +120,10 @@ class TrainConfig:
             ("histogram_every", logs or self.histogram_every is None, f"None, {unlogged}"),
             ("tensorboard", logs or not self.tensorboard, f"False, {unlogged}"),
         ]
-        for name, step in (("trace", self.trace), ("histogram", self.histogram)):
+        for name in ("trace", "histogram", "plant_overflow"):
+            step = getattr(self, name)
             rules.append((name, step is None or 1 <= step <= self.steps, f"a step from 1 to {self.steps}"))
-            rules.append((name, logs or step is None, f"None, {unlogged}"))
+            rules.append((name, logs or step is None or name == "plant_overflow", f"None, {unlogged}"))
         for name, fits, allowed in rules:
             require(fits, name, getattr(self, name), allowed)
 
@@ -223,6 +227,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--histogram", "train.histogram", int, "STEP", "count this step's gradients by their exponents"),
         Flag("--histogram-every", "train.histogram_every", int, "N", "steps between histograms for paramp report"),
         Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
+        Flag("--plant-overflow", "train.plant_overflow", int, "STEP", "make a gradient overflow in this step"),
     ),
 }
 """Group in ``--help`` -> its flags."""

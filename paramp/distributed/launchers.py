@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
-from ..config.files import load
+from ..config.command_layout import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
 from .agreement import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, current_context, required_context
@@ -58,7 +58,7 @@ def launch_from_torch(
             is asked for where ranks have no GPU or share one; or the process group that there is has another rank or
             size than the variables say, or not the ``backend`` or the ``device``.
     """
-    settings = load(config)
+    settings = load_in_layout(config)
     return _join(settings, group_place() or torchrun_place(), backend, device, seed)
 
 
@@ -82,7 +82,7 @@ def launch_from_slurm(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is in use.
     """
-    return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
+    return _join(load_in_layout(config), slurm_place(host, _check_port(port)), backend, device, seed)
 
 
 def launch_from_openmpi(
@@ -108,7 +108,7 @@ def launch_from_openmpi(
         ConfigError, LaunchError: as :func:`launch_from_torch`; or mpi4py is missing or belongs to another MPI, the port
             is in use, or a rank does not reach rank 0.
     """
-    settings, place, store = load(config), mpi_place(), None
+    settings, place, store = load_in_layout(config), mpi_place(), None
     _check_port(port)
     if place is not None:
         settings.parallel.data_size(place.world_size)  # raise before MPI starts
@@ -150,7 +150,7 @@ def launch(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or an invalid rank or port, or the port is in use.
     """
-    settings = load(config)
+    settings = load_in_layout(config)
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
     _check_port(port)

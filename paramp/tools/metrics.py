@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +25,12 @@ from typing import Any, TextIO
 
 import torch
 
+from ..base.errors import require
 from ..base.user_values import user_path
 from .run_events import EVENTS, TRACES, Finding, end_event, event_of, found_by, launch_event
+
+Hook = Callable[[dict[str, float], int], object]
+"""Is given the numbers of a step by their names, and the step: ``run.log`` of wandb, ``mlflow.log_metrics``, ..."""
 
 
 class Metrics:
@@ -42,14 +46,23 @@ class Metrics:
         resumed_at: int | None = None,
         enabled: bool = True,
         settings: Mapping[str, Any] | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         """Create ``folder`` if it does not exist, and open the files. The launch is recorded: layout, mode, machine.
 
         Args:
             resumed_at: the last step of the run that is resumed, whose lines up to there are kept. None: a new run.
-            enabled: False on all ranks but one: write nothing.
+            enabled: False on all ranks but one: write nothing, and call no hook.
             settings: of the loop, by name, for the page; those of the current context's configuration are added.
+            hooks: called as ``hook(values, step)`` at each :meth:`write`: functions of other loggers, such as
+                ``wandb_run.log`` or ``mlflow.log_metrics``. ``values`` has the numbers that are finite.
+
+        Raises:
+            ConfigError: ``hooks`` is not a list of functions.
         """
+        functions = not callable(hooks) and all(map(callable, hooks))
+        require(functions, "hooks", hooks, "a list of functions of the values and the step, such as [wandb_run.log]")
+        self._hooks = tuple(hooks)
         self._files: list[TextIO] = []
         self._last_step = resumed_at
         if enabled:
@@ -71,9 +84,11 @@ class Metrics:
         of ``step_seconds``.
         """
         if self._files:
-            record = {"step": step} | {name: _plain(value) for name, value in values.items()}
-            self._files[0].write(json.dumps(record, allow_nan=False) + "\n")
+            plain = {name: _plain(value) for name, value in values.items()}
+            self._files[0].write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
             self._last_step = step
+            for hook in self._hooks:
+                hook({name: value for name, value in plain.items() if isinstance(value, int | float)}, step)
 
     def record(self, step: int, finding: Finding) -> None:
         """Write what an observation of ``step`` found.

@@ -5,8 +5,8 @@
 
 Writes ``NAME-WIDTH-SCHEME.png``, the whole page. A page fails that writes an error to the console, asks any network for
 something, is wider than the window, or cuts a text off. Its time is that from the request to the ``load`` event, or to
-the mark ``rendered`` (``performance.mark``) of a page that draws what is in sight after it. ``--seconds`` is the most it may
-take. While ``window.rendering`` is true the picture waits.
+the mark ``rendered`` (``performance.mark``) of a page that draws what is in sight after it. It may take ``--seconds``.
+While ``window.rendering`` is true the picture waits.
 
 It needs Debian's package ``chromium`` (``--browser``: another path of it) and the Python package ``playwright``.
 """

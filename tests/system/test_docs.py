@@ -242,10 +242,13 @@ def test_pages_have_the_versions_of_the_project():
 
 
 def test_make_train_is_what_the_readme_says():
-    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
+    planting = f"{ON_FOUR} launch/train.py --config launch/tiny.toml --plant-overflow 40"
+    assert planting in " ".join(dry_run("train").replace("\\\n", "").split())
     config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
     layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
+    assert "--log-dir runs/tiny" in dry_run("train")
+    assert (job.train.steps, config.trace_overflow, job.train.plant_overflow) == (60, True, None)
 
 
 def test_the_command_of_megatrons_page_means_what_theirs_does():

@@ -2,9 +2,11 @@
 
 import json
 import math
+import struct
 
 import pytest
 import torch
+from families import family, long
 
 import paramp
 from paramp.base.errors import ConfigError, ReplicaDrift, TrainingDiverged
@@ -98,3 +100,66 @@ def test_a_launch_has_the_layout_and_the_settings_of_the_context(tmp_path):
     assert launch["settings"]["BATCH"] == 7
     assert launch["settings"]["precision.grad_dtype"] == "float32"
     assert found == [None, [], None]
+
+
+def wandb_log(folder):
+    """The function of a real run that is not synced, and what is read of its file: LevelDB's log of one block."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    run = wandb.init(project="a", mode="offline", dir=folder, settings=wandb.Settings(console="off", silent=True))
+
+    def read():
+        run.finish()
+        (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+        data, start, rows = path.read_bytes(), 7, {}
+        while start < len(data):
+            _, length, kind = struct.unpack_from("<IHB", data, start)
+            assert kind == 1  # a record that is whole
+            record = Record.FromString(data[start + 7 : start + 7 + length])
+            items = {"".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            if items:
+                rows[items["_step"]] = {name: value for name, value in items.items() if not name.startswith("_")}
+            start += 7 + length
+        return rows
+
+    return run.log, read
+
+
+def tensorboard_log(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def read():
+        writer.close()
+        events, rows = EventAccumulator(str(folder)), {}
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                rows.setdefault(event.step, {})[tag] = event.value
+        return rows
+
+    return (lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()]), read
+
+
+@pytest.mark.parametrize(
+    "logger",
+    [tensorboard_log, pytest.param(wandb_log, marks=[family, long])],
+)
+def test_hooks_of_other_loggers_write_what_they_are_given(tmp_path, logger):
+    """Numbers that are finite alone, each step; nothing where the log is off."""
+    log, read = logger(tmp_path)
+    with Metrics(tmp_path / "run", hooks=[log]) as metrics, Metrics(tmp_path, enabled=False, hooks=[log]) as off:
+        metrics.write(1, loss=torch.tensor(0.5), grad_norm=math.inf, note="first", skipped=1)
+        metrics.write(2, loss=0.25, grad_norm=2.0, skipped=0)
+        off.write(3, loss=1.0)
+    assert read() == {1: {"loss": 0.5, "skipped": 1}, 2: {"loss": 0.25, "grad_norm": 2.0, "skipped": 0}}
+
+
+@pytest.mark.parametrize("hooks", [print, ["print"]])
+def test_hooks_that_are_no_list_of_functions_are_an_error(tmp_path, hooks):
+    with pytest.raises(paramp.ConfigError, match=r"hooks: got .*, expected a list of functions"):
+        Metrics(tmp_path / "run", hooks=hooks)
+    assert not (tmp_path / "run").exists()
