@@ -46,7 +46,7 @@ def _add_plot_arguments(command: Parser) -> None:
 
 def _add_report_arguments(command: Parser) -> None:
     command.add_argument("folder", metavar="RUN", help="the folder of a run: --log-dir, or that of paramp.Metrics")
-    explained = "write the page again every N seconds until the run ends; the browser follows (default: once; N is 10)"
+    explained = "write it every N seconds, or 10, until the run ends; the browser follows (default: once)"
     command.add_argument("--live", metavar="N", nargs="?", type=float, const=10.0, help=explained)
 
 
@@ -200,7 +200,7 @@ Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], N
 COMMANDS: dict[str, Command] = {
     "run": (run_run, _add_run_arguments, "start the ranks of a script of one's own on this machine"),
     "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
-    "report": (run_report, _add_report_arguments, "write the page of a run, one HTML file"),
+    "report": (run_report, _add_report_arguments, "write the page of a run, one file that a browser shows"),
     "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
     "verify": (
         run_verify,

@@ -11,7 +11,7 @@ from paramp import Config
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
 
-COMMANDS = ("run", "doctor", "plot", "verify", "inspect", "export", "import")
+COMMANDS = ("run", "doctor", "report", "plot", "verify", "inspect", "export", "import")
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
