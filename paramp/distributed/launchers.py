@@ -15,9 +15,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
-from ..config.files import load
+from ..config.command_layout import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
-from .agreement import agree, agree_on_call, agree_on_config
+from .agreement import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, current_context, required_context
 from .first_failure import report_once
 from .heartbeat import Heartbeat
@@ -58,7 +58,7 @@ def launch_from_torch(
             is asked for where ranks have no GPU or share one; or the process group that there is has another rank or
             size than the variables say, or not the ``backend`` or the ``device``.
     """
-    settings = load(config)
+    settings = load_in_layout(config)
     return _join(settings, group_place() or torchrun_place(), backend, device, seed)
 
 
@@ -82,7 +82,7 @@ def launch_from_slurm(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is in use.
     """
-    return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
+    return _join(load_in_layout(config), slurm_place(host, _check_port(port)), backend, device, seed)
 
 
 def launch_from_openmpi(
@@ -108,7 +108,7 @@ def launch_from_openmpi(
         ConfigError, LaunchError: as :func:`launch_from_torch`; or mpi4py is missing or belongs to another MPI, the port
             is in use, or a rank does not reach rank 0.
     """
-    settings, place, store = load(config), mpi_place(), None
+    settings, place, store = load_in_layout(config), mpi_place(), None
     _check_port(port)
     if place is not None:
         settings.parallel.data_size(place.world_size)  # raise before MPI starts
@@ -150,7 +150,7 @@ def launch(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or an invalid rank or port, or the port is in use.
     """
-    settings = load(config)
+    settings = load_in_layout(config)
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
     _check_port(port)
@@ -181,26 +181,23 @@ def start_heartbeat(
             ranks.
         LaunchError: a rank did not call it in time.
     """
-    problem = None
-    try:
-        context = required_context("start_heartbeat", context)
+
+    def check() -> tuple[ParallelContext | None, Call]:
+        checked = required_context("start_heartbeat", context)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
         counts = end_after is None or (isinstance(end_after, int) and end_after >= 1)
         require(counts, "end_after", end_after, "an integer of 1 or more, or None")
-        if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
+        if checked is not None and checked.heartbeat is not None and checked.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
-        if context is not None and context.num_engines:
+        if checked is not None and checked.num_engines:
             raise ConfigError(
                 "start_heartbeat: call it before paramp.initialize, whose engine reports its phases to it"
             )
-    except ConfigError as error:
-        problem = error
+        return checked, Call({"timeout": str(timeout), "end_after": str(end_after)})
+
+    context = agreed_call("start_heartbeat", check)
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    text, settings = None if problem is None else str(problem), {"timeout": str(timeout), "end_after": str(end_after)}
-    different = "" if alone else agree_on_call("start_heartbeat", text, settings)
-    if problem is not None or different:
-        raise problem or ConfigError(different)
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:
