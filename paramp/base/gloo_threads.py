@@ -8,6 +8,7 @@ an active exception``. torch joins the threads of a group only when nothing hold
 
 import atexit
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ THREADS = Path("/proc/self/task")
 """Where Linux lists the threads of this process."""
 NAME = "pt_gloo_runloop"
 """What torch names the threads that run gloo's collectives."""
-LONGEST = 10.0
+LONGEST = 5.0
 """Seconds: the wait for a thread that does not rest."""
 WITHOUT_LIST = 0.2
 """Seconds: the wait where the system does not list threads."""
@@ -38,12 +39,15 @@ def let_threads_finish() -> None:
 
 
 def _states() -> Iterator[str]:
-    """The state of each of gloo's threads: ``S`` if it sleeps.
+    """The state of each thread that is gloo's, or too young to have a name: ``S`` if it sleeps.
 
     Reading a file gives up the interpreter's lock. That wakes a thread that waits for it, so that it does not sleep.
     """
+    known = {thread.native_id for thread in threading.enumerate()}
+    unnamed = (THREADS.parent / "comm").read_text().strip()
     for thread in THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            name, _, fields = (thread / "stat").read_text().rpartition(")")
-            if name.endswith(f"({NAME}"):
+            head, _, fields = (thread / "stat").read_text().rpartition(")")
+            name = head.partition("(")[2]
+            if name == NAME or (name == unnamed and int(thread.name) not in known):
                 yield fields.split()[0]

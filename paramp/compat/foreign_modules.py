@@ -357,7 +357,7 @@ SAME = {
 
 def alternatives(library: str) -> dict[str, str]:
     """Each module of the table of ``library``, as ``zero.low_level``, parents first, with what to use in its place."""
-    found = {}
+    found: dict[str, str] = {}
     for alternative, modules in TABLES[library].items():
         for package, children in re.findall(r"([\w.]+)(?:\{(.*?)\})?", modules, re.DOTALL):
             found |= dict.fromkeys([package, *(f"{package}.{child}" for child in children.split())], alternative)
