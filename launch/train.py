@@ -335,6 +335,8 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
             f"step {record['step']}: validation loss {record['val_loss']:.4f} nats/{run.corpus.unit}{baseline}; "
             f"{run.engine.num_skipped} of {record['step']} steps skipped so far"
         )
+        if run.baseline is not None and record["val_loss"] > run.baseline and record["step"] == run.job.steps:
+            run.reporter.say(f"after {run.job.steps} steps the byte-bigram model still predicts better: raise --steps")
 
 
 if __name__ == "__main__":
