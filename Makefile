@@ -63,7 +63,7 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff format .
 
 # Without --quiet, under which --strict counts no warnings. The variable hides a notice of Material's about its successor.
-docs: $(VENV)/installed
+docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
 
@@ -90,6 +90,10 @@ $(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -c constraints.txt -e ".[rich]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-train
+	$(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
 # Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,8 @@ def build_parser(given: str | None) -> Parser:
     Only the command ``given`` has its arguments.
     """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
+    version = f"paramp {importlib.import_module('paramp').__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print paramp's version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, add_arguments, explained) in COMMANDS.items():
         sentence = f"{explained.capitalize()}."

@@ -31,6 +31,7 @@ SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train
 """What makes a training command short; a later flag wins over an earlier one."""
 SHORT_LOOPS = {
     "range(training.epoch, 4)": "range(training.epoch, 1)",
+    "range(1, 41)": "range(1, 11)",
     "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
 }
 """What makes a page's Python short."""
@@ -51,7 +52,8 @@ RUN_BY = {
         f"{ON_FOUR} launch/train.py {LIKE_MEGATRON}"
     ],
     "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": [
-        *(*on_one_and_four("own_model.py"), *on_one_and_four("huggingface_llama.py"))
+        *("python examples/own_model.py", "python -m paramp run examples/own_model.py --tp 2 --pp 2"),
+        *on_one_and_four("huggingface_llama.py"),
     ],
     "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four": [
         *(*on_one_and_four("gpt.py"), *on_one_and_four("vision.py"), *on_one_and_four("vision.py", "--model vit"))
