@@ -222,7 +222,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     engine = run.engine
     with planted_overflow(engine) if step == run.job.plant_overflow else nullcontext() as planted:
         if planted is not None:
-            run.reporter.say(f"step {step}: --plant-overflow makes {planted} leave the range of fp16")
+            run.reporter.say(f"step {step}: by --plant-overflow, {planted} leaves the range of fp16")
         record, result, timeline = timed_step(run, step)
         if engine.config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
             found = engine.diagnose_overflow()
