@@ -85,21 +85,26 @@ class TrainConfig:
     """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
     Else the path of a checkpoint."""
     log_dir: str | None = None
-    """The folder of ``metrics.jsonl``, ``train.log`` and ``config.json``. None: these are not written."""
+    """The folder of the run's files, which ``paramp report`` draws. None: these are not written."""
     tensorboard: bool = False
     """Also write scalars for TensorBoard, to the folder ``tensorboard`` in ``log_dir``."""
     trace: int | None = None
-    """A step whose timeline is written to ``log_dir`` as ``trace.json``, for ``ui.perfetto.dev``."""
+    """A step whose timeline is written to ``log_dir`` as ``traces/step-STEP.json``, for ``ui.perfetto.dev``."""
     histogram: int | None = None
     """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
     ``log_dir``."""
+    plant_overflow: int | None = None
+    """A step in which one weight's gradient is made to overflow, on the last rank alone
+    (:mod:`train_app.planted_overflow`)."""
+    histogram_every: int | None = None
+    """Steps between histograms in ``events.jsonl`` in ``log_dir``, which ``paramp report`` draws over time."""
     peak_tflops: float | None = None
     """One device's peak in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
     (:mod:`train_app.mfu`); no utilisation for a device that is not in it."""
 
     def __post_init__(self) -> None:
         counts = ["seq_len", "batch_size", "steps", "eval_every", "eval_sequences", "vocab_size", "checkpoint_every"]
-        counts += ["checkpoint_keep_last", "checkpoint_keep_every"]
+        counts += ["checkpoint_keep_last", "checkpoint_keep_every", "histogram_every"]
         folder, logs, peak = self.checkpoint_dir is not None, self.log_dir is not None, self.peak_tflops
         unsaved, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
         unlogged = "because there is no log_dir to write to; set it with --log-dir DIR"
@@ -113,11 +118,13 @@ class TrainConfig:
             ("checkpoint_dir", self.checkpoint_dir != "", "a path"),
             ("resume", self.resume != "", "a path"),
             ("resume", folder or self.resume != "auto", f"the path of a checkpoint, {unsaved} look in; {fix}"),
+            ("histogram_every", logs or self.histogram_every is None, f"None, {unlogged}"),
             ("tensorboard", logs or not self.tensorboard, f"False, {unlogged}"),
         ]
-        for name, step in (("trace", self.trace), ("histogram", self.histogram)):
+        for name in ("trace", "histogram", "plant_overflow"):
+            step = getattr(self, name)
             rules.append((name, step is None or 1 <= step <= self.steps, f"a step from 1 to {self.steps}"))
-            rules.append((name, logs or step is None, f"None, {unlogged}"))
+            rules.append((name, logs or step is None or name == "plant_overflow", f"None, {unlogged}"))
         for name, fits, allowed in rules:
             require(fits, name, getattr(self, name), allowed)
 
@@ -213,13 +220,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest whole one"),
     ),
     "logs": (
-        Flag("--log-dir", "train.log_dir", str, "DIR", "where metrics.jsonl, train.log and config.json go"),
+        Flag("--log-dir", "train.log_dir", str, "DIR", "where the files for paramp report go"),
         Flag("--tensorboard", "train.tensorboard", bool, None, "also write scalars for TensorBoard"),
     ),
     "diagnosis": (
         Flag("--trace", "train.trace", int, "STEP", "write this step's timeline to the log directory"),
         Flag("--histogram", "train.histogram", int, "STEP", "count this step's gradients by their exponents"),
+        Flag("--histogram-every", "train.histogram_every", int, "N", "steps between histograms for paramp report"),
         Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
+        Flag("--plant-overflow", "train.plant_overflow", int, "STEP", "make a gradient overflow in this step"),
     ),
 }
 """Group in ``--help`` -> its flags."""

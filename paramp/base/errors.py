@@ -6,7 +6,8 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 LONGEST = 200
 """The most characters of a value that a message shows."""
@@ -38,7 +39,14 @@ class DataError(RuntimeError):
 
 
 class ReplicaDrift(RuntimeError):
-    """Replicas of a weight, master or loss scale differ. The message names the value and the ranks."""
+    """Replicas of a weight, master or loss scale differ. The message names the value and the ranks.
+
+    ``differences`` are those found, as :func:`paramp.check_replicas` returns them.
+    """
+
+    def __init__(self, message: str, differences: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:

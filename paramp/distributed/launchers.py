@@ -15,9 +15,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
-from ..config.files import load
+from ..config.command_layout import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
-from .agreement import agree, agree_on_call, agree_on_config
+from .agreement import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, report_errors, required_context
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
@@ -181,27 +181,24 @@ def start_heartbeat(
             ranks.
         LaunchError: a rank did not call it in time.
     """
-    problem = None
     report_errors()
-    try:
-        context = required_context("start_heartbeat", context)
+
+    def check() -> tuple[ParallelContext | None, Call]:
+        checked = required_context("start_heartbeat", context)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
         counts = end_after is None or (isinstance(end_after, int) and end_after >= 1)
         require(counts, "end_after", end_after, "an integer of 1 or more, or None")
-        if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
+        if checked is not None and checked.heartbeat is not None and checked.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
-        if context is not None and context.num_engines:
+        if checked is not None and checked.num_engines:
             raise ConfigError(
                 "start_heartbeat: call it before paramp.initialize, whose engine reports its phases to it"
             )
-    except ConfigError as error:
-        problem = error
+        return checked, Call({"timeout": str(timeout), "end_after": str(end_after)})
+
+    context = agreed_call("start_heartbeat", check)
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    text, settings = None if problem is None else str(problem), {"timeout": str(timeout), "end_after": str(end_after)}
-    different = "" if alone else agree_on_call("start_heartbeat", text, settings)
-    if problem is not None or different:
-        raise problem or ConfigError(different)
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:
@@ -224,7 +221,7 @@ def _heartbeat_of_world(timeout: float, end_after: int | None) -> Heartbeat:
 
 def _load(config: ConfigSource) -> Config:
     report_errors()
-    return load(config)
+    return load_in_layout(config)
 
 
 def _check_port(port: int | None) -> int | None:

@@ -14,20 +14,23 @@ within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from ..data.dataloader import shard_loaders
+from ..data.loader_position import ShardedLoader
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
-from ..optim.matrices.matrix_owners import exchange_matrices
+from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
+from ..parallel.model_families import UserPlan
 from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
@@ -44,19 +47,62 @@ from .user_arguments import (
     usable_context,
 )
 
+Model: TypeAlias = nn.Module | Callable[[], nn.Module]
+GivenOptimizer: TypeAlias = Optimizers | Callable[[Parameters], Optimizers]
+GivenScheduler: TypeAlias = Schedulers | Callable[[torch.optim.Optimizer], LRScheduler]
+
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
+    from typing import Never
+
+    from typing_extensions import TypeVar
+
+    Train = TypeVar("Train", default=Any)
+    Test = TypeVar("Test", default=Any)
+    # None where None is given: the result is then a loader or None. Where something else is given, it vanishes.
+    NoTrain = TypeVar("NoTrain", bound=None, default=Never)
+    NoTest = TypeVar("NoTest", bound=None, default=Never)
+    NoScheduler = TypeVar("NoScheduler", bound=None, default=Never)
+
+
+@overload
+def initialize(
+    model: Model,
+    optimizer: GivenOptimizer,
+    criterion: Criterion | None = ...,
+    train_dataloader: DataLoader[Train] | NoTrain = ...,
+    test_dataloader: DataLoader[Test] | NoTest = ...,
+    lr_scheduler: GivenScheduler | NoScheduler = ...,
+    *,
+    plan: UserPlan | None = ...,
+    algorithms: Sequence[Any] = ...,
+    context: ParallelContext | None = ...,
+) -> tuple[Engine, ShardedLoader[Train] | NoTrain, ShardedLoader[Test] | NoTest, Scheduler | NoScheduler]: ...
+
+
+@overload
+def initialize(
+    model: Model,
+    optimizer: GivenOptimizer,
+    criterion: Criterion | None = ...,
+    train_dataloader: Any = ...,
+    test_dataloader: Any = ...,
+    lr_scheduler: GivenScheduler | NoScheduler = ...,
+    *,
+    plan: UserPlan | None = ...,
+    algorithms: Sequence[Any] = ...,
+    context: ParallelContext | None = ...,
+) -> tuple[Engine, Any, Any, Scheduler | NoScheduler]: ...
 
 
 def initialize(
-    model: nn.Module | Callable[[], nn.Module],
-    optimizer: Optimizers | Callable[[Parameters], Optimizers],
+    model: Model,
+    optimizer: GivenOptimizer,
     criterion: Criterion | None = None,
     train_dataloader: Any = None,
     test_dataloader: Any = None,
-    lr_scheduler: Schedulers | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    lr_scheduler: GivenScheduler | None = None,
     *,
-    plan: Mapping[str, str | ParallelStyle] | None = None,
+    plan: UserPlan | None = None,
     algorithms: Sequence[Any] = (),
     context: ParallelContext | None = None,
 ) -> tuple[Engine, Any, Any, Scheduler | None]:

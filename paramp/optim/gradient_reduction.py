@@ -216,6 +216,6 @@ class UnitReduction(GradientReduction):
         """None; but what did not arrive on any rank is not looked at."""
         self._note_changes()
         for param in self._params:
-            if param.parameter not in self._arrived and not bool(self._gradients.stepped_part(param).any()):
+            if param.parameter not in self._arrived and not bool(param.stepped_gradient.any()):
                 self._zeros[param] = param.version
         return ()

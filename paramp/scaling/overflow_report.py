@@ -144,6 +144,11 @@ class OverflowReport:
             return "backward" if self.origin.parameter is None else "weight gradient"
         return "forward" if self.origin.during == "forward" else "sum"
 
+    @property
+    def closest(self) -> list[NonFiniteGradient]:
+        """The gradients, those closest to the origin first; at most :data:`SHOWN`."""
+        return sorted(self.gradients, key=self._distance)[:SHOWN]
+
     def _distance(self, gradient: NonFiniteGradient) -> tuple[bool, bool, bool]:
         """The sort key of a gradient: those closest to the origin first."""
         if (origin := self.origin) is None:
@@ -164,7 +169,7 @@ class OverflowReport:
         if self.unknown:
             lines.append(self.unknown)
         scale = self.scale if self.scaled else 1.0
-        lines += [gradient.describe(scale) for gradient in sorted(self.gradients, key=self._distance)[:SHOWN]]
+        lines += [gradient.describe(scale) for gradient in self.closest]
         if len(self.gradients) > SHOWN:
             lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
         return "\n  ".join(lines) or "no gradient that is not finite was found"

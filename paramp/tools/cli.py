@@ -1,6 +1,10 @@
-"""Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
+"""Start ranks, inspect machines, check layouts, plot runs, convert checkpoints.
+
+`paramp COMMAND --help` explains each command.
+"""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +23,8 @@ def build_parser(given: str | None) -> Parser:
     Only the command ``given`` has its arguments.
     """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
+    version = f"paramp {importlib.import_module('paramp').__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print paramp's version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, add_arguments, explained) in COMMANDS.items():
         sentence = f"{explained.capitalize()}."
@@ -153,8 +159,28 @@ def run_verify(given: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _add_run_arguments(command: Parser) -> None:
+    from ..config.schema import Config, flatten
+    from .flags import LAYOUT, add_flags
+
+    command.usage = (
+        "paramp run [FLAGS] SCRIPT [FLAGS] [ARGUMENTS] [-- ARGUMENTS]\n       paramp run [FLAGS] -m MODULE ..."
+    )
+    add_flags(command, LAYOUT, flatten(Config()))
+    explained = "the script, or -m MODULE, and its own arguments; after -- none is a flag of this command"
+    command.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help=explained)
+
+
+def run_run(given: argparse.Namespace) -> int:
+    """Start the ranks of a script; returns its exit code."""
+    from .run_script import run_script
+
+    return run_script(given)
+
+
 Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], None], str]
 COMMANDS: dict[str, Command] = {
+    "run": (run_run, _add_run_arguments, "start the ranks of a script of one's own on this machine"),
     "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
     "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
     "verify": (
@@ -181,7 +207,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        given = parser.parse_args(arguments)
+        if arguments[0] == "run":
+            from .run_script import split_arguments
+
+            flags, script = split_arguments(arguments[1:])
+            given = parser.parse_args(["run", *flags])
+            given.script = script
+        else:
+            given = parser.parse_args(arguments)
         return given.run(given) or 0
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from families import cases, family
 from pool import on_each_device, on_ranks, run_on_ranks
 from reference import batches
 from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_engine, own_part, train_step
@@ -53,6 +54,7 @@ LAYOUTS = {  # ranks, configuration
     "fsdp2-tp2": (4, {"parallel": SHARDS | {"tensor": 2}}),
     "fsdp2-pp2": (4, {"parallel": SHARDS | {"pipeline": FOUR}}),
 }
+PART = ["one", "pp2-tp2", "dp2-tp2-sp", "zbv", "dp2-zero", "fsdp2-pp2"]
 PLACES = [  # layout, module, rank, microbatch of the window, whether in the backward, value
     ("one", "blocks.1.attention.out", 0, 2, False, NAN),
     ("one", "norm", 0, 1, True, INF),
@@ -99,7 +101,8 @@ def find_planted(world, layout):
             assert window(engine).stepped
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@family
+@pytest.mark.parametrize("layout", cases("planted overflows", LAYOUTS, PART, 2))
 @on_each_device
 def test_planted_overflows_are_named(layout, device):
     run_on_ranks(LAYOUTS[layout][0], __name__, "find_planted", {"layout": layout}, device)

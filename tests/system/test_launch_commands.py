@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
+from families import family, long
 from network_hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -92,6 +93,8 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
+@family
+@long
 def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
     """With the example's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))

@@ -65,8 +65,8 @@ def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_pat
     assert len(saved["run"]["data_sha256"]) == 64
     log = (tmp_path / "train.log").read_text()
     assert "validation loss" in log
-    assert re.search(r"1f1b, 2 ranks, .*: bubble \d+\.\d% measured, 33\.3% in theory; .*trace\.json", log)
-    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert re.search(r"1f1b, 2 ranks, .*: bubble \d+\.\d% measured, 33\.3% in theory; .*step-\d+\.json", log)
+    trace = json.loads(next((tmp_path / "traces").iterdir()).read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1, 2, 3}
 
 
