@@ -22,7 +22,7 @@ hosts=${hosts% *}
 
 if ! command -v mpirun > /dev/null; then
     echo "error: there is no mpirun on the PATH; install Open MPI, which is the package openmpi-bin of Debian and Ubuntu," \
-        "openmpi of Fedora and of conda-forge, open-mpi of Homebrew" >&2
+        "openmpi of Fedora, of conda-forge and of pip, open-mpi of Homebrew" >&2
     exit 2
 fi
 if mpirun --version 2>&1 | grep -q -e "Open MPI" -e "OpenRTE"; then

@@ -13,7 +13,6 @@ the true total count: gradient = sum of gradients / sum of counts, whatever the 
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -32,6 +31,7 @@ from . import user_backward
 from .compute_context import Loss
 from .loss_counts import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
+from .unstepped_batches import UnsteppedBatches
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -108,7 +108,7 @@ class WindowLosses:
             self.unit.choose(loss, self.size)
         value, parts = self.split(loss)
         self.totals.add_(parts)
-        scaled = self._scaler.scale(value)
+        scaled = super(DistributedGradScaler, self._scaler).scale(value)  # ours also notes the call, for diagnose()
         return scaled / self.size if self.size > 1 else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,19 +179,6 @@ NO_BACKWARD = (
     "step(): no backward since the last step, so there are no gradients to step with; call "
     "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
 )
-ADDED_UP = (
-    "forward_backward: the second batch before a step(), without gradient_accumulation: their gradients add up to a "
-    "sum. Call step() after each batch; for one optimizer step with the mean over k batches, also set "
-    "gradient_accumulation=k in the configuration; to drop the gradients of the first batch, call engine.zero_grad()"
-)
-UNSTEPPED = (
-    "{} batches have run, and step() was never called: nothing is trained. Call engine.step() after each "
-    "forward_backward or backward"
-)
-BATCHES_WITHOUT_A_STEP = 100
-"""Before the first call of ``step()``: that many are a mistake, also of a loop that adds up gradients by hand."""
-DROPPED_WITHOUT_A_STEP = 5
-"""The same where gradients were dropped that no step has used."""
 TRAINING = State.OPEN, State.CALLED, State.STEPPED
 """The states that a backward, a call of ``step()`` and a step lead to."""
 REFUSED: Mapping[State, str] = {State.BROKEN: INCOMPLETE, State.AVERAGED: APPLIED}
@@ -228,8 +215,7 @@ class AccumulationWindow:
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
-        self._warnings = {ADDED_UP, UNSTEPPED} if context.is_main else set()  # those that may still be given
-        self._num_batches = self._num_dropped = 0  # batches, and windows that were dropped before their step
+        self._unstepped = UnsteppedBatches(context.is_main)
 
     def _go(self, state: State) -> None:
         """Enter ``state``; a RuntimeError if the present one refuses that."""
@@ -242,23 +228,13 @@ class AccumulationWindow:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         if self.state is not State.AVERAGED:
             self._check_foreign_backward()
-        if self._warnings:
-            self._warn_without_step(batch)
+        if self.state is State.OPEN or not self._unstepped.stepped:
+            self._unstepped.begin_batch(self.state is State.OPEN and batch is not None and self._accumulation == 1)
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(State.OPEN)
         self.batches.add(batch)
         self._gradients.begin_window()
-
-    def _warn_without_step(self, batch: Batch | None) -> None:
-        """Warn once if the gradients of ``batch`` are added to another one's, and once if no step uses any."""
-        added_up = batch is not None and self.state is State.OPEN and self._accumulation == 1
-        unstepped = self._num_batches >= BATCHES_WITHOUT_A_STEP or self._num_dropped >= DROPPED_WITHOUT_A_STEP
-        for text, holds in ((ADDED_UP, added_up), (UNSTEPPED, unstepped)):
-            if holds and text in self._warnings:
-                self._warnings.remove(text)
-                warnings.warn(text.format(self._num_batches), stacklevel=6)  # the line that calls the engine
-        self._num_batches += 1
 
     @property
     def in_last_call(self) -> bool:
@@ -296,7 +272,7 @@ class AccumulationWindow:
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
         self._go(state)
         self._num_calls += 1
-        self._warnings.discard(UNSTEPPED)
+        self._unstepped.stepped = True
         if state is State.CALLED:
             self._gradients.snapshot()
             return False
@@ -323,7 +299,7 @@ class AccumulationWindow:
         if self._num_calls == 0 or self._failed:
             # After a step, an overflow is that of a forward since then, whose backward is still to come.
             state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
-            self._num_dropped += self.state is State.OPEN
+            self._unstepped.dropped += self.state is State.OPEN
             self._gradients.drop(overflow=state is not State.STEPPED)
             self.losses.restart()
             self.batches.drop()

@@ -92,8 +92,7 @@ class DistributedGradScaler(GradScaler):
             self._home = device
             self._create_state()
 
-    _has_updated = False
-    """Whether nothing was scaled or unscaled since the last :meth:`update`."""
+    _has_updated = False  # and nothing was scaled or unscaled since
 
     def scale(self, outputs: Any) -> Any:
         """``outputs``, a tensor or an iterable of tensors, multiplied by the scale; as torch's ``scale``."""
@@ -176,14 +175,9 @@ class DistributedGradScaler(GradScaler):
             named_parameters: this rank's, such as ``model.named_parameters()``.
             context: for the ranks' coordinates. None: the current one, if any.
         """
-        from ..base.collectives import gather_objects
-        from .overflow_report import OverflowReport, find_gradients, gather_findings
+        from .overflow_report import OverflowReport, find_gradients, gather_findings, refuse_after_update
 
-        if all(gather_objects(self._has_updated, self._group) if self.in_group() else [self._has_updated]):
-            raise RuntimeError(
-                "diagnose: update() was called since the step, so the scale is no longer that of these gradients; call "
-                "it on every rank after step(optimizer) or unscale_(optimizer), and before update() and zero_grad()"
-            )
+        refuse_after_update(self._has_updated, self._group)
         of_ranks = gather_findings(find_gradients(named_parameters, context or current_world()), self._group)
         return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*of_ranks)), scaled=False)
 

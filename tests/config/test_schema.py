@@ -93,11 +93,11 @@ def test_a_mode_given_by_name_accepts_its_options():
 
 
 ALIASES = {
-    "32-true": (32, "fp32", "O0", torch.float32),
+    "32-true": (32, "fp32", "float32", "O0", torch.float32),
     "16-mixed": (16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH, "fp16", "float16", torch.float16),
     "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "amp_bf16"),
     "16-naive": (AMP_TYPE.NAIVE, "16-naive"),
-    "64-true": (64, "64"),
+    "64-true": (64, "64", "fp64", "float64", torch.float64),
     "fp8-mixed": ("amp_fp8",),
     **{name: (name,) for name in ("bf16-naive", "O2", "O3")},
 }
