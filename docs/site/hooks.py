@@ -64,12 +64,16 @@ class LabelledTables(Extension, Treeprocessor):
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The version is in each page's head; the repository is that of ``pyproject.toml``, once it names one."""
+    """Put the version into each page's head, and a tab for the repository, once ``pyproject.toml`` names one.
+
+    Not as ``repo_url``, for which Material asks GitHub how many stars there are.
+    """
     version = re.search(r'^__version__ = "(.*?)"', (ROOT / "paramp/__init__.py").read_text("utf-8"), re.MULTILINE)
     assert version is not None
     config.site_name += f" {version[1]}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    config.repo_url = project.get("urls", {}).get("Repository")
+    if repository := project.get("urls", {}).get("Repository"):
+        config.nav = [*(config.nav or []), {"Repository": repository}]
     config.markdown_extensions.append(LabelledTables())
 
 

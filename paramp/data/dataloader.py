@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from ..base.collectives import equal_everywhere, gather_objects
+from ..base.collectives import gather_different
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
@@ -227,8 +227,7 @@ def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **load
             sharded.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
-    local = (problems, facts)
-    everyone = [local] if equal_everywhere(local, context.device) else gather_objects(local)
+    everyone = gather_different((problems, facts), context.device)
     for others, _ in everyone:
         if others:
             raise ConfigError(others[0])

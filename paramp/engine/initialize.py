@@ -14,8 +14,8 @@ within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
-from ..parallel.model_families import UserPlan
 from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
@@ -47,15 +46,16 @@ from .user_arguments import (
     usable_context,
 )
 
-Model: TypeAlias = nn.Module | Callable[[], nn.Module]
-GivenOptimizer: TypeAlias = Optimizers | Callable[[Parameters], Optimizers]
-GivenScheduler: TypeAlias = Schedulers | Callable[[torch.optim.Optimizer], LRScheduler]
-
 if TYPE_CHECKING:
-    from typing import Never
+    from typing import Never, TypeAlias
 
+    from torch.distributed.tensor.parallel import ParallelStyle
     from typing_extensions import TypeVar
 
+    Model: TypeAlias = nn.Module | Callable[[], nn.Module]
+    GivenOptimizer: TypeAlias = Optimizers | Callable[[Parameters], Optimizers]
+    GivenScheduler: TypeAlias = Schedulers | Callable[[torch.optim.Optimizer], LRScheduler]
+    Plan: TypeAlias = Mapping[str, str | ParallelStyle]
     Train = TypeVar("Train", default=Any)
     Test = TypeVar("Test", default=Any)
     # None where None is given: the result is then a loader or None. Where something else is given, it vanishes.
@@ -73,7 +73,7 @@ def initialize(
     test_dataloader: DataLoader[Test] | NoTest = ...,
     lr_scheduler: GivenScheduler | NoScheduler = ...,
     *,
-    plan: UserPlan | None = ...,
+    plan: Plan | None = ...,
     algorithms: Sequence[Any] = ...,
     context: ParallelContext | None = ...,
 ) -> tuple[Engine, ShardedLoader[Train] | NoTrain, ShardedLoader[Test] | NoTest, Scheduler | NoScheduler]: ...
@@ -88,21 +88,21 @@ def initialize(
     test_dataloader: Any = ...,
     lr_scheduler: GivenScheduler | NoScheduler = ...,
     *,
-    plan: UserPlan | None = ...,
+    plan: Plan | None = ...,
     algorithms: Sequence[Any] = ...,
     context: ParallelContext | None = ...,
 ) -> tuple[Engine, Any, Any, Scheduler | NoScheduler]: ...
 
 
 def initialize(
-    model: Model,
-    optimizer: GivenOptimizer,
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizers | Callable[[Parameters], Optimizers],
     criterion: Criterion | None = None,
     train_dataloader: Any = None,
     test_dataloader: Any = None,
-    lr_scheduler: GivenScheduler | None = None,
+    lr_scheduler: Schedulers | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     *,
-    plan: UserPlan | None = None,
+    plan: Mapping[str, str | ParallelStyle] | None = None,
     algorithms: Sequence[Any] = (),
     context: ParallelContext | None = None,
 ) -> tuple[Engine, Any, Any, Scheduler | None]:
@@ -120,7 +120,8 @@ def initialize(
         context: the latest one that is open. None: that one.
 
     Returns:
-        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
+        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``: a ``DataLoader`` as a
+        :class:`~paramp.data.loader_position.ShardedLoader`, the scheduler wrapped in :class:`Scheduler`.
 
     Raises:
         RuntimeError: no context is open.

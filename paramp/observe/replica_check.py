@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.collectives import all_gather_shards, broadcast_, gather_objects
+from ..base.collectives import all_gather_single, broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift, require
 from ..base.wrapped_models import unwrapped
@@ -240,7 +240,7 @@ class Replicas:
         places = [columns.index(each.column) for each in self._compared]  # none, where a stage has no replicas
         sums.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
-        all_gather_shards(table.view(-1), sums)
+        all_gather_single(table.view(-1), sums)
         suspects: list[tuple[Column, tuple[int, ...]]] = []  # with the ranks of a group that differ
         for column, values in zip(columns, table.cpu().T, strict=True):
             groups = self._context.ranks_along(column[1].axes, column[1].stages)

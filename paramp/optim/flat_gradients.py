@@ -90,8 +90,8 @@ class GradientReduction:
             dtype = self._context.config.precision.reduce_dtypes.pp
             sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
 
-    def outside_buffers(self) -> Iterable[tuple[torch.Tensor, float]]:
-        """Gradients that are not in their buffers yet, and their norm weights; before those are looked at."""
+    def begin_look(self) -> Iterable[tuple[torch.Tensor, float]]:
+        """The buffers are looked at before a step. Returns the gradients outside of them, and their norm weights."""
         return ()
 
 
@@ -356,7 +356,7 @@ class FlatGradients:
         In sums over the world each element of the logical model counts once: as the average over data ranks, or under
         ZeRO with the value on the rank that steps it.
         """
-        elsewhere = self.reduction.outside_buffers()
+        elsewhere = self.reduction.begin_look()
         for param in self.params:
             gradient = param.parameter.grad
             if gradient is not param.gradient:

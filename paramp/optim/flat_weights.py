@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..base.collectives import all_gather_shards
+from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import trained_and_frozen
 from ..distributed.context import ParallelContext
@@ -196,7 +196,7 @@ class FlatWeights:
             return own
         whole = torch.empty_like(buffer.weights, dtype=own.dtype)
         buffer.own(whole).copy_(own)
-        all_gather_shards(whole, buffer.own(whole), self._context.batch_axis.group)
+        all_gather_single(whole, buffer.own(whole), group=self._context.batch_axis.group)
         return whole
 
 
@@ -264,7 +264,7 @@ class OptimizerWeights:
         """Under ZeRO, all-gather the stepped weights over data ranks: one all-gather for each buffer."""
         for buffer in self.buffers:
             if buffer.num_parts > 1:
-                all_gather_shards(buffer.weights, buffer.own(buffer.weights), self._context.batch_axis.group)
+                all_gather_single(buffer.weights, buffer.own(buffer.weights), group=self._context.batch_axis.group)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:

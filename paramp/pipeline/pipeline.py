@@ -21,6 +21,7 @@ from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
+from ..distributed.rng import forked
 from ..parallel.batches import Batch
 from .stage import Stage, Stages
 from .stage_output import StageOutput
@@ -236,9 +237,8 @@ class Pipeline:
         Temporarily frozen parameters count as trained, because other ranks are not notified when that changes.
         """
         random, stage.random = stage.random, nullcontext()
-        cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
-            with keeping_buffers(stage), _thawed(self._trained), torch.random.fork_rng(cuda), torch.enable_grad():
+            with keeping_buffers(stage), _thawed(self._trained), forked(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)

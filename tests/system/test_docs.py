@@ -15,7 +15,8 @@ from types import ModuleType
 import markdown
 import pytest
 import torch
-from commands import ROOT, run, succeeded
+from commands import ROOT, TORCHRUN, run, succeeded
+from families import family, long
 from pages import blocks, read
 from pool import run_on_ranks
 from train_app.settings import configure
@@ -31,6 +32,7 @@ SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train
 """What makes a training command short; a later flag wins over an earlier one."""
 SHORT_LOOPS = {
     "range(training.epoch, 4)": "range(training.epoch, 1)",
+    "range(1, 41)": "range(1, 11)",
     "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
 }
 """What makes a page's Python short."""
@@ -51,7 +53,8 @@ RUN_BY = {
         f"{ON_FOUR} launch/train.py {LIKE_MEGATRON}"
     ],
     "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": [
-        *(*on_one_and_four("own_model.py"), *on_one_and_four("huggingface_llama.py"))
+        *("python examples/own_model.py", "python -m paramp run examples/own_model.py --tp 2 --pp 2"),
+        *on_one_and_four("huggingface_llama.py"),
     ],
     "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four": [
         *(*on_one_and_four("gpt.py"), *on_one_and_four("vision.py"), *on_one_and_four("vision.py", "--model vit"))
@@ -241,14 +244,22 @@ def test_pages_have_the_versions_of_the_project():
     assert paramp.__version__ in read("CHANGELOG.md")
 
 
-def test_make_train_is_what_the_readme_says():
-    planting = f"{ON_FOUR} launch/train.py --config launch/tiny.toml --plant-overflow 40"
-    assert planting in " ".join(dry_run("train").replace("\\\n", "").split())
+@family
+@pytest.mark.parametrize("how", ["settings", pytest.param("run", marks=long)])
+def test_make_train_is_what_the_readme_says(how, clone):
+    words = shlex.split(dry_run("train").replace("\\\n", " "))
+    command = words[words.index("launch/train.py") :]
+    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --plant-overflow 40" in " ".join(words)
+    assert command[-2:] == ["--log-dir", "runs/tiny"]
     config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
     layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
-    assert "--log-dir runs/tiny" in dry_run("train")
     assert (job.train.steps, config.trace_overflow, job.train.plant_overflow) == (60, True, None)
+    if how == "run":
+        short = [*ON_FOUR.split()[1:], *command, *SHORT, "--plant-overflow", "2", "--trace", "1"]
+        shown = succeeded(run([*TORCHRUN, *short], cwd=clone, PYTHONPATH=str(ROOT))).stdout
+        assert "all 4 ranks skipped step 2" in shown
+        assert "a byte-bigram model" in shown
 
 
 def test_the_command_of_megatrons_page_means_what_theirs_does():
