@@ -240,6 +240,6 @@ def refuse_after_update(has_updated: bool, group: dist.ProcessGroup | None = Non
     """A RuntimeError on every rank of ``group`` if on all of them the scaler ``has_updated`` since the step."""
     if all(updated for (updated,) in gather_findings([has_updated], group)):
         raise RuntimeError(
-            "diagnose: update() was called since the step, so the scale is no longer that of these gradients; call it on "
-            "every rank after step(optimizer) or unscale_(optimizer), and before update() and zero_grad()"
+            "diagnose: update() was called since the step, so the scale is no longer that of these gradients; call it "
+            "on every rank after step(optimizer) or unscale_(optimizer), and before update() and zero_grad()"
         )
