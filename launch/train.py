@@ -220,7 +220,7 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     engine = run.engine
     with planted_overflow(engine) if step == run.job.plant_overflow else nullcontext() as planted:
         if planted is not None:
-            run.reporter.say(f"step {step}: --plant-overflow makes {planted} leave the range of fp16")
+            run.reporter.say(f"step {step}: by --plant-overflow, {planted} leaves the range of fp16")
         record, result, timeline = timed_step(run, step)
         if engine.config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
             found = engine.diagnose_overflow()
@@ -333,6 +333,8 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
             f"step {record['step']}: validation loss {record['val_loss']:.4f} nats/{run.corpus.unit}{baseline}; "
             f"{run.engine.num_skipped} of {record['step']} steps skipped so far"
         )
+        if run.baseline is not None and record["val_loss"] > run.baseline and record["step"] == run.job.steps:
+            run.reporter.say(f"after {run.job.steps} steps the byte-bigram model still predicts better: raise --steps")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def planted_overflow(engine: Engine) -> Iterator[str]:
         handle = matrices[name].register_hook(planted.multiply)
     engine.observers.append(planted)
     try:
-        yield f"the gradient of one weight on rank {last} alone, in microbatch {planted.microbatch}"
+        yield f"the gradient of one weight on rank {last} alone, in microbatch {planted.microbatch},"
     finally:
         engine.observers.remove(planted)
         if handle is not None:

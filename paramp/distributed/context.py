@@ -35,15 +35,7 @@ from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
 from .error_report import report_uncaught
-from .first_failure import (
-    IN_ORDER,
-    Departures,
-    ending_in_time,
-    failed_after_another,
-    is_echo,
-    mark_as_echo,
-    wait_for_failures,
-)
+from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_as_echo
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
@@ -306,9 +298,7 @@ class ParallelContext:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.departures.explain(error)
         failed = isinstance(error, Exception) and self.world_size > 1
-        store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
-        key = f"paramp/failed/{self.serial}"
-        quiet = store is not None and error is not None and failed_after_another(store, key, error)
+        quiet = failed and error is not None and self.departures.failed_after_another(error)
         quiet = self._leave(error) or quiet
         if error is not None:
             mark_as_echo(error, quiet or is_echo(error))
@@ -319,8 +309,8 @@ class ParallelContext:
             if error is None:
                 raise
             warnings.warn(f"the process groups were not closed cleanly: {problem}", stacklevel=2)
-        if store is not None and self.rank == 0:
-            wait_for_failures(store, key, self.world_size)
+        if failed:
+            self.departures.linger()
 
     def _leave(self, error: BaseException | None) -> bool:
         """Report that this rank leaves, and whether by an ``error``. True: it was about to end for a silent one."""

@@ -1,4 +1,4 @@
-"""Start ranks, inspect machines, check layouts, plot runs, convert checkpoints.
+"""Start ranks, inspect machines, check layouts, show runs, convert checkpoints.
 
 `paramp COMMAND --help` explains each command.
 """
@@ -44,6 +44,12 @@ def _add_plot_arguments(command: Parser) -> None:
     command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
 
 
+def _add_report_arguments(command: Parser) -> None:
+    command.add_argument("folder", metavar="RUN", help="the folder of a run: --log-dir, or that of paramp.Metrics")
+    explained = "write it every N seconds, or 10, until the run ends; the browser follows (default: once)"
+    command.add_argument("--live", metavar="N", nargs="?", type=float, const=10.0, help=explained)
+
+
 def _add_inspect_arguments(command: Parser) -> None:
     command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder, or a folder of checkpoints")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
@@ -72,6 +78,18 @@ def run_plot(given: argparse.Namespace) -> None:
     from .plot import plot
 
     print(plot(given.log_dirs, given.out))
+
+
+def run_report(given: argparse.Namespace) -> None:
+    """Write the page, and print its path; with ``--live`` again and again, until the run ends or Ctrl-C."""
+    from .report.run_page import finish, report
+
+    try:
+        for count, path in enumerate(report(given.folder, given.live)):
+            if not count:
+                print(path, flush=True)
+    except KeyboardInterrupt:
+        finish(given.folder)
 
 
 def run_inspect(given: argparse.Namespace) -> int:
@@ -182,6 +200,7 @@ Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], N
 COMMANDS: dict[str, Command] = {
     "run": (run_run, _add_run_arguments, "start the ranks of a script of one's own on this machine"),
     "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
+    "report": (run_report, _add_report_arguments, "write the page of a run, one file that a browser shows"),
     "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
     "verify": (
         run_verify,

@@ -29,7 +29,7 @@ from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu
 from ..precision.modes import PRESETS, Precision
 
 PACKAGES = (
-    *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
+    *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib", "bokeh"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),
 )
 """Distributions whose versions are reported, by their names on PyPI."""

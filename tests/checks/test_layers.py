@@ -46,7 +46,18 @@ ALLOWED = {
 
 CORE = {"torch", "numpy", "safetensors"}
 EXTRAS = {
-    *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
+    *(
+        "rich",
+        "mpi4py",
+        "tokenizers",
+        "datasets",
+        "pyarrow",
+        "transformers",
+        "tensorboard",
+        "matplotlib",
+        "bokeh",
+        "jinja2",
+    ),
     *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn", "peft", "accelerate"),
     "cloudpickle",
 }

@@ -26,7 +26,7 @@ def test_the_report_names_parameter_rank_and_stage_of_what_was_planted(world, tm
     if world.rank:
         return
     log = (tmp_path / "train.log").read_text()
-    assert "step 2: --plant-overflow makes the gradient of one weight on rank 3 alone, in microbatch 2" in log
+    assert "step 2: by --plant-overflow, the gradient of one weight on rank 3 alone, in microbatch 2" in log
     found = re.search(r"step 2 was skipped: backward overflow in \S+: inf in the gradient of (\S+) in (.*): lower", log)
     where = "rank 3 (pp 1, dp 0, tp 1, stage 1)"
     assert found is not None, log

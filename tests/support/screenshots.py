@@ -5,7 +5,8 @@
 
 Writes ``NAME-WIDTH-SCHEME.png``, the whole page. A page fails that writes an error to the console, asks any network for
 something, is wider than the window, or cuts a text off. Its time is that from the request to the ``load`` event, or to
-the mark ``rendered`` (``performance.mark``) of a page that draws after it; ``--seconds`` is the most it may take.
+the mark ``rendered`` (``performance.mark``) of a page that draws what is in sight after it. It may take ``--seconds``.
+While ``window.rendering`` is true the picture waits.
 
 It needs Debian's package ``chromium`` (``--browser``: another path of it) and the Python package ``playwright``.
 """
@@ -20,6 +21,8 @@ from playwright.sync_api import Browser, Error, Page, sync_playwright
 ROOT = Path(__file__).parents[2]
 HEIGHTS = {400: 800}
 """Width of the window -> its height; others have 900."""
+HIGHEST = 16_000
+"""The most pixels of a picture from top to bottom, which Chromium can draw."""
 LOCAL = ("file:", "data:", "blob:", "about:", "http://127.0.0.1", "http://localhost")
 
 TIME = """() => {
@@ -116,14 +119,16 @@ def show(
     try:
         page.goto(address, wait_until="load", timeout=60_000)
         page.wait_for_timeout(300)
-        page.wait_for_function(
-            "() => !window.rendering || performance.getEntriesByName('rendered').length", timeout=60_000
-        )
+        page.wait_for_function("() => !window.rendering", timeout=60_000)
         seconds = float(page.evaluate(TIME))
         if opened:
             page.evaluate("() => document.querySelectorAll('details').forEach(one => one.open = true)")
         problems += page.evaluate(CUT)
-        page.screenshot(path=picture, full_page=True)
+        # A window as high as the page: a picture of the full page would forget that the window is a phone's.
+        height = page.evaluate("() => document.documentElement.scrollHeight")
+        page.set_viewport_size({"width": width, "height": min(height, HIGHEST)})
+        page.wait_for_timeout(300)
+        page.screenshot(path=picture)
     except Error as error:
         return float("nan"), [*problems, f"error: {error}"]
     finally:

@@ -11,7 +11,7 @@ from paramp import Config
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
 
-COMMANDS = ("run", "doctor", "plot", "verify", "inspect", "export", "import")
+COMMANDS = ("run", "doctor", "report", "plot", "verify", "inspect", "export", "import")
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -22,7 +22,7 @@ def test_help_explains_each_flag_and_gives_its_default(command, capsys, monkeypa
         run()
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    flags = re.findall(r"^  (--[\w-]+)( [A-Z][A-Z:=]*)?  +(.*)$", text, re.MULTILINE)
+    flags = re.findall(r"^  (--[\w-]+)( \[?[A-Z][A-Z:=]*\]?)?  +(.*)$", text, re.MULTILINE)
     assert len(flags) == len(re.findall(r"^  --", text, re.MULTILINE)), text
     for flag, _, explained in flags:
         required = flag == "--to"

@@ -15,7 +15,7 @@ from paramp.observe.replica_check import Difference
 from paramp.observe.timeline import RankSpans, Span, Timeline
 from paramp.scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, RankCoordinates
 from paramp.tools.metrics import Metrics
-from paramp.tools.plot import read_run
+from paramp.tools.run_folder import read_run
 
 
 def test_a_loop_writes_metrics_of_its_own(tmp_path):
@@ -52,7 +52,7 @@ def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
         metrics.record(1, REPORT)
         metrics.record(2, [])
         metrics.record(2, Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]]))
-        metrics.write(2, loss=1.0)
+        metrics.write(3, loss=1.0)
         metrics.record(3, [])
     launch, histogram, overflow, replicas, trace, _, end = events(tmp_path)
     assert (launch["event"], launch["resumed_at"], launch["layout"], launch["mode"]) == ("launch", None, None, None)
@@ -64,14 +64,15 @@ def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
     assert overflow["message"] == str(REPORT)
     assert replicas == {"event": "replicas", "step": 2, "differences": []}
     assert json.loads((tmp_path / trace["file"]).read_text())["traceEvents"][-1]["dur"] == 5e5
-    assert (end["step"], end["error"]) == (2, None)
+    assert (end["step"], end["error"]) == (3, None)
 
     drift = ReplicaDrift("replicas: differ", [DRIFT])
     with pytest.raises(ReplicaDrift), Metrics(tmp_path, resumed_at=2) as metrics:
         raise drift
     kinds = [(event["event"], event.get("step")) for event in events(tmp_path)]
     expected = ["launch", "histogram", "overflow", "replicas", "trace", "end", "launch", "replicas", "end"]
-    assert kinds == list(zip(expected, (None, 1, 1, 2, 2, 2, None, 2, 2), strict=True))  # without step 3
+    steps = (None, 1, 1, 2, 2, 3, None, 2, 2)  # what was found at step 3 is gone
+    assert kinds == list(zip(expected, steps, strict=True))
     *_, second, differing, end = events(tmp_path)
     assert (second["resumed_at"], end["error"]) == (2, "ReplicaDrift: replicas: differ")
     assert (differing["differences"][0]["parameter"], differing["differences"][0]["ranks"]) == ("a", [1])
