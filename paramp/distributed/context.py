@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -43,9 +42,6 @@ from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
 BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard")
 """The roles along which ranks have different parts of the batch."""
-SECONDS_FOR_THREADS = 0.2
-"""The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
-tensors, which needs the interpreter, and a thread that finds it ended aborts the process."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +281,6 @@ class ParallelContext:
             return
         if self._owns_world:
             dist.destroy_process_group()
-            time.sleep(SECONDS_FOR_THREADS)
             self.departures.linger()
             return
         self._groups.destroy()
@@ -347,8 +342,6 @@ def _close_all() -> None:
             OPEN[-1].close()
     for context in OPEN:
         context._leave(sys.last_value)
-    if OPEN:
-        time.sleep(SECONDS_FOR_THREADS)
 
 
 def get_context() -> ParallelContext:

@@ -187,7 +187,7 @@ def test_a_traced_step_has_a_row_for_each_rank_and_stage(tmp_path):
 def test_the_tables_of_a_run():
     facts = dict(head(RUN))
     assert facts["layout"] == "one process"
-    assert facts["state"] == "running, or killed"
+    assert facts["state"] == "no end recorded"
     assert (facts["steps"], facts["loss"], facts["overflows"]) == ("4", "2.0000", "1 (25 %)")
     assert duration(RUN) == "1 h 30 min"
     assert duration(LoggedRun("timed", [{"step": 1, "step_seconds": 60.0, "val_seconds": 5.5}])) == "1 min 6 s"
@@ -255,6 +255,7 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
     pages = [path.read_text() for path in report(folder, live=5)]
     assert ["const reload = 5" in page for page in pages] == [True, False]
     assert ["loads again every 5 s" in page for page in pages] == [True, False]
+    assert ["<dd>running</dd>" in page for page in pages] == [True, False]
 
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..run_folder import LoggedRun, Record
 from .step_panels import place_of, scale_text
 
+STILL_RUNS = 600.0
+"""A launch without an end runs if it has written in the last of these seconds."""
 MOST_ROWS = 500
 """The most rows of a table; the newest are shown."""
 
@@ -50,7 +53,8 @@ def state(run: LoggedRun) -> str:
     if not ends:
         return ""
     if ends[-1]["event"] == "launch":
-        return "running, or killed"
+        path = run.folder / "metrics.jsonl"
+        return "running" if path.is_file() and time.time() - path.stat().st_mtime < STILL_RUNS else "no end recorded"
     return "ended by an error" if ends[-1].get("error") else "finished"
 
 
