@@ -89,7 +89,7 @@ gpu:
 $(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt -e ".[rich]"
+	$(PIP) -c constraints.txt -e ".[rich,plot,report]"
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed-train

@@ -44,13 +44,13 @@ from train_app.settings import NORMS, Job, TrainConfig, all_settings, check_same
 import paramp
 from paramp.base.user_values import user_path
 from paramp.checkpoint.open_checkpoint import open_together
+from paramp.distributed.error_report import report_failure
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
 from paramp.observe.timeline import Timeline
-from paramp.tools.exit_status import report_failure
 from paramp.tools.metrics import set_aside
 from paramp.tools.plot import check_matplotlib, plot_histogram
 from paramp.tools.run_events import TRACES
@@ -58,7 +58,6 @@ from paramp.tools.run_events import TRACES
 
 def main() -> int:
     """Configure, start missing processes, train. Returns the exit code."""
-    launched = False
     try:
         config, job = configure(sys.argv[1:], str(__doc__))
         place, processes = find_place(), config.parallel.least_world_size
@@ -66,10 +65,9 @@ def main() -> int:
             print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
             return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
         with paramp.launch_from_environment(config) as context:
-            launched = True
             return train(context, job)
     except Exception as error:
-        return report_failure(error, launched)
+        return report_failure(error)
 
 
 def train(context: paramp.ParallelContext, settings: Job) -> int:

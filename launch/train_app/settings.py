@@ -14,12 +14,13 @@ from paramp import Config, ConfigError, algorithms
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import key_name, nearest, require, shown
 from paramp.base.user_values import build, keys
+from paramp.compat import key_advice
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
 from paramp.distributed.agreement import first_difference
 from paramp.models.gpt import PRESETS, GPTConfig
 from paramp.models.presets import choose
-from paramp.tools.flags import LAYOUT, MODE, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
+from paramp.tools.flags import LAYOUT, PRECISION, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
 """The train script's defaults that differ from the library's."""
@@ -190,7 +191,7 @@ def number_or_word(text: str) -> int | str:
 GROUPS: dict[str, tuple[Flag, ...]] = {
     **LAYOUT,
     "precision": (
-        MODE,
+        *PRECISION,
         Flag("--optimizer-state", "optimizer_state", str, "HOW", "AdamW's moments between steps: full or bf16", "full"),
         Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
         Flag("--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices=WHENS),
@@ -258,10 +259,7 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
     """
     given, unknown = build_parser(description).parse_known_args(arguments)
     if unknown:
-        known = [*(flag.name for flag in FLAGS), "--config", "--set"]
-        raise ConfigError(
-            f"{key_name(unknown[0])}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
-        )
+        raise ConfigError(_problem_of_flag(*unknown))
     tree = merge(DEFAULTS, read_file(given.config) if given.config else {})
     tree = merge(tree, flag_settings(given, GROUPS))
     for assignment in given.set:
@@ -271,6 +269,33 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
         tree = merge(tree, nested(key, _plain_value(text)))
     tables = {name: tree.pop(name) for name in keys(Job) if name in tree}
     return load(tree), build(Job, tables, "")
+
+
+def _problem_of_flag(given: str, *following: str) -> str:
+    """What is wrong with a flag that does not exist, or what to write in its place; ``following`` may be its value."""
+    name, equals, text = given.partition("=")
+    if not equals:
+        text = following[0] if following and not following[0].startswith("--") else "true"
+    key = name.lstrip("-").replace("-", "_")
+    known = [*(flag.name for flag in FLAGS), "--config", "--set"]
+    if f"--{key.replace('_', '-')}" not in known:
+        places = {*all_settings(load(DEFAULTS), Job()), *(f"model.{name}" for name in keys(GPTConfig))}
+        for place in places & {key, f"train.{key}", f"model.{key}"}:
+            return f"{key_name(name)}: no such flag; write --set {place}={text}"
+        if advice := key_advice.advice(key, _plain_value(text), load, show=_as_flags):
+            return f"{key_name(name)}: {advice}"
+    return f"{key_name(name)}: no such flag, expected one of {', '.join(known)}{nearest(name, known)}"
+
+
+def _as_flags(tree: Any, path: str = "") -> str:
+    """A configuration as arguments of this script."""
+    if not isinstance(tree, Mapping):
+        wanted = "precision" if path == "precision.mode" else path
+        flag = next((flag for flag in FLAGS if flag.key in (wanted, f"{wanted}.size")), None)
+        if flag is None or tree is False:
+            return f"--set {path}={tree if isinstance(tree, str) else json.dumps(tree)}"
+        return flag.name if flag.kind is bool else f"{flag.name} {tree}"
+    return " ".join(_as_flags(value, f"{path}.{key}" if path else key) for key, value in tree.items())
 
 
 def _plain_value(text: str) -> Any:

@@ -33,7 +33,8 @@ from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
-from .first_failure import IN_ORDER, Departures, ending_in_time, mark_as_echo
+from .error_report import report_uncaught
+from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_as_echo
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
@@ -138,6 +139,7 @@ class ParallelContext:
                 ``config`` are invalid or do not fit the mesh; or ranks passed different arguments.
             LaunchError: a rank did not call it in time.
         """
+        report_errors()
         warn_if_untested()
         checked = read_mesh(mesh, config, roles)
         device = checked.device
@@ -293,8 +295,8 @@ class ParallelContext:
         failed = isinstance(error, Exception) and self.world_size > 1
         quiet = failed and error is not None and self.departures.failed_after_another(error)
         quiet = self._leave(error) or quiet
-        if quiet and error is not None:
-            mark_as_echo(error)
+        if error is not None:
+            mark_as_echo(error, quiet or is_echo(error))
         try:
             with ending_in_time(error if failed else None, quiet=quiet):
                 self.close()
@@ -374,3 +376,8 @@ def required_context(function: str, context: ParallelContext | None) -> Parallel
 def current_context() -> ParallelContext | None:
     """As :func:`get_context`, but None if there is no open context."""
     return OPEN[-1] if OPEN else None
+
+
+def report_errors() -> None:
+    """From now on, report an error that ends this program (:mod:`.error_report`), with the rank that has left first."""
+    report_uncaught(lambda error: context.departures.explain(error) if (context := current_context()) else None)

@@ -8,13 +8,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 ECHO = "_paramp_echo"
-"""The attribute that marks an exception as a consequence of another rank's failure."""
+"""The attribute of an exception that has left a context: whether it is a consequence of another rank's failure."""
 EXIT_CODE = 1
 SECONDS_OF_GRACE = 5.0
 """The time that a rank has to end normally once it or another has failed."""
@@ -34,31 +33,22 @@ SAME_CALLS = (
 )
 
 
-def mark_as_echo(error: BaseException) -> None:
-    """Mark ``error``, which left a context, as a consequence of another rank's failure, which that rank reports."""
-    error.__dict__[ECHO] = True
+def mark_as_echo(error: BaseException, is_echo: bool = True) -> None:
+    """Mark ``error``, which leaves a context, as a consequence of another rank's failure, which that rank reports.
+
+    Or, without ``is_echo``, as this rank's to report.
+    """
+    error.__dict__[ECHO] = is_echo
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether ``error`` has that mark."""
+    """Whether ``error`` is a consequence of another rank's failure."""
+    return bool(error.__dict__.get(ECHO))
+
+
+def left_a_context(error: BaseException) -> bool:
+    """Whether the ranks have agreed which of them reports ``error``."""
     return ECHO in error.__dict__
-
-
-def report_once(explain: Callable[[BaseException], None]) -> None:
-    """Suppress the traceback of errors that are marked as consequences of another rank's failure.
-
-    ``explain`` is called with each other error that ends the program.
-    """
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not is_echo(error):
-            explain(error)
-            previous(kind, error, traceback)
-
-    if not getattr(previous, "reports_once", False):
-        hook.reports_once = True  # type: ignore[attr-defined]
-        sys.excepthook = hook
 
 
 def linger(all_have_read: Callable[[], bool], seconds: float) -> None:

@@ -31,6 +31,7 @@ from . import user_backward
 from .compute_context import Loss
 from .loss_counts import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
+from .unstepped_batches import UnsteppedBatches
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -107,7 +108,7 @@ class WindowLosses:
             self.unit.choose(loss, self.size)
         value, parts = self.split(loss)
         self.totals.add_(parts)
-        scaled = self._scaler.scale(value)
+        scaled = super(DistributedGradScaler, self._scaler).scale(value)  # ours also notes the call, for diagnose()
         return scaled / self.size if self.size > 1 else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,6 +215,7 @@ class AccumulationWindow:
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
+        self._unstepped = UnsteppedBatches(context.is_main)
 
     def _go(self, state: State) -> None:
         """Enter ``state``; a RuntimeError if the present one refuses that."""
@@ -226,6 +228,8 @@ class AccumulationWindow:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         if self.state is not State.AVERAGED:
             self._check_foreign_backward()
+        if self.state is State.OPEN or not self._unstepped.stepped:
+            self._unstepped.begin_batch(self.state is State.OPEN and batch is not None and self._accumulation == 1)
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(State.OPEN)
@@ -268,6 +272,7 @@ class AccumulationWindow:
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
         self._go(state)
         self._num_calls += 1
+        self._unstepped.stepped = True
         if state is State.CALLED:
             self._gradients.snapshot()
             return False
@@ -294,6 +299,7 @@ class AccumulationWindow:
         if self._num_calls == 0 or self._failed:
             # After a step, an overflow is that of a forward since then, whose backward is still to come.
             state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
+            self._unstepped.dropped += self.state is State.OPEN
             self._gradients.drop(overflow=state is not State.STEPPED)
             self.losses.restart()
             self.batches.drop()

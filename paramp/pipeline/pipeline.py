@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
@@ -222,7 +222,7 @@ class Pipeline:
                 except Exception as error:
                     failure = error
                     what = f"stage {index} of {self._config.num_stages} fails on a microbatch of {microbatch}"
-                    described = [f"pipeline: {what}: {type(error).__name__}: {error}"]
+                    described = [f"pipeline: {what}: {type(error).__name__}: {error}{at_users_line(error)}"]
                     if isinstance(error, ConfigError):
                         described = [str(error)]
             dist.broadcast_object_list(described, group=self._context.pp.group, group_src=self._config.rank_of(index))

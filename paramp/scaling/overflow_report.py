@@ -234,3 +234,12 @@ def gather_findings(local_findings: list[Any], group: dist.ProcessGroup | None =
     """``local_findings`` of every rank of ``group`` (None: the world), by rank; a collective."""
     distributed = dist.is_available() and dist.is_initialized()
     return gather_objects(local_findings, group) if distributed else [local_findings]
+
+
+def refuse_after_update(has_updated: bool, group: dist.ProcessGroup | None = None) -> None:
+    """A RuntimeError on every rank of ``group`` if on all of them the scaler ``has_updated`` since the step."""
+    if all(updated for (updated,) in gather_findings([has_updated], group)):
+        raise RuntimeError(
+            "diagnose: update() was called since the step, so the scale is no longer that of these gradients; call it "
+            "on every rank after step(optimizer) or unscale_(optimizer), and before update() and zero_grad()"
+        )

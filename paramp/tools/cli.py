@@ -51,7 +51,7 @@ def _add_report_arguments(command: Parser) -> None:
 
 
 def _add_inspect_arguments(command: Parser) -> None:
-    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
+    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder, or a folder of checkpoints")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
 
 
@@ -93,7 +93,7 @@ def run_report(given: argparse.Namespace) -> None:
 
 
 def run_inspect(given: argparse.Namespace) -> int:
-    """Print the content of the checkpoint; returns 1 if it is damaged."""
+    """Print the content of the checkpoint, or a list of those in the folder; returns 1 if one is damaged."""
     import json
 
     from ..checkpoint.convert import describe, inspect
@@ -207,7 +207,11 @@ COMMANDS: dict[str, Command] = {
         _add_verify_arguments,
         "compare a model on a layout with the same model in one process, layer by layer",
     ),
-    "inspect": (run_inspect, _add_inspect_arguments, "show the content of a checkpoint, and whether it is complete"),
+    "inspect": (
+        run_inspect,
+        _add_inspect_arguments,
+        "show a checkpoint, or list a folder of them, and what is damaged",
+    ),
     "export": (run_export, _add_export_arguments, "write a checkpoint's weights to one safetensors file"),
     "import": (run_import, _add_import_arguments, "make a checkpoint from the weights of a safetensors file"),
 }

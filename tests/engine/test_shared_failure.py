@@ -296,10 +296,12 @@ def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
             (None, ValueError, "no further batch, but other ranks have one; on rank 1"),
         ):
             data = broken(1 if world.rank else 2, error if world.rank else None)
+            engine.zero_grad()
             engine.execute_schedule(data)
             with pytest.raises(raised, match="no such disk" if raised is OSError else message):
                 engine.execute_schedule(data)
         data = broken(1, None)
+        engine.zero_grad()
         engine.execute_schedule(data)
         with pytest.raises(StopIteration):
             engine.execute_schedule(data)

@@ -441,6 +441,18 @@ def test_a_stand_alone_scaler_names_parameters_and_ranks(world):
         if world.rank == 0:
             model[0].bias.grad[0] = NAN
         report = scaler.diagnose(model.named_parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(
+            RuntimeError, match=r"diagnose: update\(\) was called since .* after step\(optimizer\) or unscale"
+        ):
+            scaler.diagnose(model.named_parameters())
+        for begin in (lambda: scaler.scale(torch.ones(())) if world.rank else None, lambda: scaler.unscale_(optimizer)):
+            begin()  # of the next batch, on a rank that has the loss; or on every rank
+            assert scaler.diagnose(model.named_parameters()).scale == 4.0
+            scaler.step(optimizer)
+            scaler.update(4.0)
     places = [RankCoordinates(rank, (("pp", 0), ("dp", 0), ("tp", rank)), 0) for rank in (0, 1)]
     found = [(one.name, one.place, one.kind) for one in report.gradients]
     assert found == [("0.bias", places[0], "NaN"), ("1.weight", places[1], "inf")]

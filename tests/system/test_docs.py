@@ -15,7 +15,7 @@ from types import ModuleType
 import markdown
 import pytest
 import torch
-from commands import ROOT, TORCHRUN, run, succeeded
+from commands import PYTHON, ROOT, TORCHRUN, run, succeeded
 from families import family, long
 from pages import blocks, read
 from pool import run_on_ranks
@@ -82,8 +82,8 @@ RUN_BY = {
     ],
 }
 """The test, or its fixture, that runs a command: on two hosts for instance."""
-RUN_IN_TEXT = {"source .venv/bin/activate", "pip install -e ."}
-"""Commands in the text of the README that make the environment of all tests."""
+RUN_IN_TEXT = {"source .venv/bin/activate", "pip install -e .", "python -m paramp report runs/tiny"}
+"""Commands in the text of the README: two make the tests' environment, one is run after that of ``make train``."""
 RUN_ELSEWHERE = {command for commands in RUN_BY.values() for command in commands}
 
 
@@ -260,6 +260,7 @@ def test_make_train_is_what_the_readme_says(how, clone):
         shown = succeeded(run([*TORCHRUN, *short], cwd=clone, PYTHONPATH=str(ROOT))).stdout
         assert "all 4 ranks skipped step 2" in shown
         assert "a byte-bigram model" in shown
+        succeeded(run([PYTHON, "-m", "paramp", "report", "runs/tiny"], cwd=clone, PYTHONPATH=str(ROOT)))
 
 
 def test_the_command_of_megatrons_page_means_what_theirs_does():

@@ -23,13 +23,13 @@ from torch import nn
 from ...base.errors import ConfigError, require
 from ...base.trees import tensors
 from ...distributed.context import ParallelContext
+from ...distributed.error_report import report_failure
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
 from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...parallel.batches import Batch
-from ..exit_status import report_failure
 from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
 from .compare import compare
 from .options import EXACT, NORMS, Options, configure
@@ -175,11 +175,9 @@ def main(folder: Path, run: str) -> int:
     options = Options(**json.loads((folder / "options.json").read_text(encoding="utf-8")))
     faulthandler.dump_traceback_later(options.timeout, exit=True, file=STANDARD_ERROR)
     torch.backends.cudnn.allow_tf32 = False
-    launched = False
     try:
         config = configure(options, run)
         with launch_from_environment(config) as context:
-            launched = True
             num_microbatches, name = (
                 configure(options, "single").parallel.pipeline.num_microbatches,
                 f"{run}-{context.rank}",
@@ -191,7 +189,7 @@ def main(folder: Path, run: str) -> int:
                 record = train(options, context, num_microbatches)
             torch.save(vars(record), folder / f"{name}.pt")
     except Exception as error:
-        return report_failure(error, launched)
+        return report_failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0
