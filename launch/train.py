@@ -29,26 +29,35 @@ from train_app.batch_reader import (
 )
 from train_app.corpus import Corpus, bigram_loss
 from train_app.mfu import mfu, world_peak_flops
-from train_app.reporter import Reporter, announce, announce_resume, check_tensorboard, memory_bytes
-from train_app.settings import NORMS, Job, TrainConfig, check_same, configure
+from train_app.planted_overflow import planted_overflow
+from train_app.reporter import (
+    Reporter,
+    announce,
+    announce_end,
+    announce_resume,
+    check_tensorboard,
+    facts_of,
+    memory_bytes,
+)
+from train_app.settings import NORMS, Job, TrainConfig, all_settings, check_same, configure
 
 import paramp
 from paramp.base.user_values import user_path
 from paramp.checkpoint.open_checkpoint import open_together
+from paramp.distributed.error_report import report_failure
 from paramp.distributed.launcher_env import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
-from paramp.observe.metrics import set_aside
 from paramp.observe.timeline import Timeline
-from paramp.tools.exit_status import report_failure
+from paramp.tools.metrics import set_aside
 from paramp.tools.plot import check_matplotlib, plot_histogram
+from paramp.tools.run_events import TRACES
 
 
 def main() -> int:
     """Configure, start missing processes, train. Returns the exit code."""
-    launched = False
     try:
         config, job = configure(sys.argv[1:], str(__doc__))
         place, processes = find_place(), config.parallel.least_world_size
@@ -56,10 +65,9 @@ def main() -> int:
             print(f"one process was started, the layout needs {processes}: starting them on this machine", flush=True)
             return start_processes([sys.executable, *sys.orig_argv[1:]], processes)
         with paramp.launch_from_environment(config) as context:
-            launched = True
             return train(context, job)
     except Exception as error:
-        return report_failure(error, launched)
+        return report_failure(error)
 
 
 def train(context: paramp.ParallelContext, settings: Job) -> int:
@@ -82,8 +90,10 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
     resumed_at = None if found is None else position.step
-    with StopRequest() as stop, Reporter(job, context.is_main, resumed_at) as reporter:
-        announce(reporter, context, settings, corpus, num_parameters)
+    facts = facts_of(context, corpus, num_parameters)
+    shown = all_settings(context.config, settings) | facts
+    with StopRequest() as stop, Reporter(job, context.is_main, resumed_at, shown) as reporter:
+        announce(reporter, context, settings, facts, corpus.notes)
         if found is not None:
             announce_resume(reporter, job, found, saved_position)
         run = Run(
@@ -201,11 +211,31 @@ def train_steps(run: Run, stop: StopRequest) -> int:
             run.reporter.say(f"stopped after step {step} by signal {signal}; {saved}")
             return 128 + signal
     run.engine.finish_saving()
+    announce_end(run.reporter, job)
     return 0
 
 
 def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     """Run one optimizer step. Returns its record for ``metrics.jsonl``, and its timeline if it is traced."""
+    engine = run.engine
+    with planted_overflow(engine) if step == run.job.plant_overflow else nullcontext() as planted:
+        if planted is not None:
+            run.reporter.say(f"step {step}: by --plant-overflow, {planted} leaves the range of fp16")
+        record, result, timeline = timed_step(run, step)
+        if engine.config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
+            found = engine.diagnose_overflow()
+            run.reporter.say(f"step {step} was skipped: {found}")
+            run.reporter.record(step, found)
+            ranks, scale = engine.context.world_size, engine.scaler.get_scale()
+            everyone = f"all {ranks} ranks" if ranks > 1 else "the optimizer"
+            run.reporter.say(f"{everyone} skipped step {step}; the loss scale was {result.loss_scale:g}, now {scale:g}")
+    if engine.replicas_found is not None:
+        run.reporter.record(step, engine.replicas_found)
+    return record, timeline
+
+
+def timed_step(run: Run, step: int) -> tuple[dict[str, Any], paramp.StepResult, Timeline | None]:
+    """Run one optimizer step. Returns its record, its result and its timeline, as :func:`train_step` says."""
     engine, job, config = run.engine, run.job, run.engine.context.config
     start, data_seconds = time.perf_counter(), run.batches.seconds
     engine.train()
@@ -213,8 +243,8 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
         for part, (x, y) in enumerate(run.batches.parts):
             engine.zero_grad()
             engine.forward_backward(x, y, return_loss=False)
-            if step == job.histogram and part == config.gradient_accumulation - 1:
-                save_histogram(run)
+            if part == config.gradient_accumulation - 1:
+                count_gradients(run, step)
             result = engine.step()
     learning_rate = run.lr_scheduler.get_last_lr()[0]
     run.lr_scheduler.step()
@@ -222,8 +252,6 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
     if engine.context.device.type == "cuda":
         torch.cuda.synchronize(engine.context.device)  # so that the time includes the optimizer's kernels
     seconds = time.perf_counter() - start + data_seconds
-    if config.trace_overflow and result.overflow and engine.num_skipped_in_a_row == 1:
-        run.reporter.say(f"step {step} was skipped: {engine.diagnose_overflow()}")
     record = {
         "step": step,
         "loss": result.loss,
@@ -237,14 +265,19 @@ def train_step(run: Run, step: int) -> tuple[dict[str, Any], Timeline | None]:
         "memory_bytes": memory_bytes(engine.context.device),
         "mfu": mfu(run.flops, seconds, run.peak_flops),
     }
-    return record, timeline
+    return record, result, timeline
 
 
-def save_histogram(run: Run) -> None:
-    """Write the histogram of the gradients to ``gradients.json`` and ``gradients.png``. Every rank calls it."""
+def count_gradients(run: Run, step: int) -> None:
+    """Record the histogram of the gradients if it is due; that of ``--histogram`` is drawn too. Every rank calls it."""
+    job = run.job
+    in_turn = job.histogram_every is not None and step % job.histogram_every == 0
+    if step != job.histogram and not in_turn:
+        return
     histogram = run.engine.gradient_histogram()
-    if run.engine.context.is_main:
-        folder = user_path(str(run.job.log_dir))
+    run.reporter.record(step, histogram)
+    if step == job.histogram and run.engine.context.is_main:
+        folder = user_path(str(job.log_dir))
         numbers, picture = set_aside(folder / "gradients.json"), set_aside(folder / "gradients.png")
         histogram.save(numbers)
         plot_histogram(histogram, picture)
@@ -290,9 +323,9 @@ def save(run: Run, step: int, ending: bool, val_loss: float | None = None) -> No
 def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
     """Log a step: its record, and its timeline and evaluation if there are any."""
     run.reporter.step(record)
-    if timeline is not None and run.engine.context.is_main:
-        trace = set_aside(user_path(str(run.job.log_dir)) / "trace.json")
-        timeline.save(trace)
+    if timeline is not None:
+        run.reporter.record(record["step"], timeline)
+        trace = user_path(str(run.job.log_dir)) / TRACES / f"step-{record['step']}.json"
         run.reporter.say(f"{timeline.describe()}; {trace}")
     if "val_loss" in record:
         baseline = "" if run.baseline is None else f" (a byte-bigram model: {run.baseline:.4f})"
@@ -300,6 +333,8 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
             f"step {record['step']}: validation loss {record['val_loss']:.4f} nats/{run.corpus.unit}{baseline}; "
             f"{run.engine.num_skipped} of {record['step']} steps skipped so far"
         )
+        if run.baseline is not None and record["val_loss"] > run.baseline and record["step"] == run.job.steps:
+            run.reporter.say(f"after {run.job.steps} steps the byte-bigram model still predicts better: raise --steps")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         launch_from_torch,
         start_heartbeat,
     )
+    from .distributed.notebook import notebook
     from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
     from .engine.initialize import initialize
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .engine.step import StepResult
     from .integrations.fabric import FabricPrecision
     from .observe.grad_histogram import gradient_histogram
-    from .observe.metrics import Metrics
     from .observe.overflow_diagnosis import trace_overflow
     from .observe.overflow_record import record_batch
     from .observe.replica_check import check_replicas
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .scaling.grad_norm import clip_grad_norm_
     from .scaling.loss_scaler import DistributedGradScaler
     from .scaling.loss_scaling_options import LossScaling
+    from .tools.metrics import Metrics
 
 __version__ = "0.2.0"  # pyproject.toml reads it here
 
@@ -77,6 +78,7 @@ __all__ = [
     "launch_from_torch",
     "models",
     "nn",
+    "notebook",
     "record_batch",
     "start_heartbeat",
     "trace_overflow",
@@ -90,6 +92,7 @@ _HOMES = {
     "distributed.launchers": (
         "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
     ),
+    "distributed.notebook": "notebook",
     "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",
@@ -97,7 +100,7 @@ _HOMES = {
     "engine.step": "StepResult",
     "integrations.fabric": "FabricPrecision",
     "observe.grad_histogram": "gradient_histogram",
-    "observe.metrics": "Metrics",
+    "tools.metrics": "Metrics",
     "observe.overflow_diagnosis": "trace_overflow",
     "observe.overflow_record": "record_batch",
     "observe.replica_check": "check_replicas",
@@ -113,14 +116,16 @@ _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names
 _MODULES = ("algorithms", "amp", "functional", "models", "nn")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    return value
+if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -6,9 +6,12 @@ import importlib.util
 import json
 import os
 import resource
+import shlex
 import sys
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 from typing import Any, TextIO
 
 import torch
@@ -16,7 +19,8 @@ import torch
 from paramp import ConfigError, Metrics, ParallelContext
 from paramp.base.user_values import user_path
 from paramp.config.files import load
-from paramp.observe.metrics import is_finite, set_aside
+from paramp.tools.metrics import Hook, set_aside
+from paramp.tools.run_events import Finding
 
 from .corpus import Corpus
 from .settings import DEFAULTS, Job, TrainConfig, all_settings
@@ -53,37 +57,55 @@ def check_tensorboard() -> None:
 class Reporter:
     """Writes messages and steps to the terminal and, with ``job.log_dir``, to files in it. A context manager.
 
-    On a terminal, with rich installed, the current step is one line that is redrawn. A plain one shows every
-    :data:`PRINT_EVERY`-th step, the first, the last, and skipped ones. Files of an earlier run in the folder are
-    renamed, not overwritten.
+    On a terminal, with rich installed, a bar, the time left and the current step are redrawn. A plain one shows every
+    :data:`PRINT_EVERY`-th step, the first, the last, and skipped ones, each with the time left. Files of an earlier run
+    in the folder are renamed, not overwritten.
 
     Args:
         enabled: False on all ranks but the main one: write nothing.
         resumed_at: the last step of the resumed run, whose files are continued. None: a new run.
+        settings: those of the run, for its page.
     """
 
-    def __init__(self, job: TrainConfig, enabled: bool, resumed_at: int | None = None) -> None:
+    def __init__(
+        self,
+        job: TrainConfig,
+        enabled: bool,
+        resumed_at: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._total, self._enabled, self._num_skipped = job.steps, enabled, 0
+        self._begun, self._first = monotonic(), (resumed_at or 0) + 1
         self._files = ExitStack()
         self._log: TextIO | None = None
         self._metrics: Metrics | None = None
-        self._board: Any = None
         self._live: Any = None
         if enabled and job.log_dir is not None:
             folder = user_path(job.log_dir)
-            self._metrics = self._files.enter_context(Metrics(folder, resumed_at=resumed_at))
+            hooks = [self._tensorboard(folder / "tensorboard", resumed_at)] if job.tensorboard else []
+            metrics = Metrics(folder, resumed_at=resumed_at, settings=settings, hooks=hooks)
+            self._metrics = self._files.enter_context(metrics)
             log = _continued(folder / "train.log", resumed_at)
             self._log = self._files.enter_context(log.open("a", encoding="utf-8", buffering=1))
-            if job.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                purge = None if resumed_at is None else resumed_at + 1
-                board: Any = SummaryWriter(str(_continued(folder / "tensorboard", resumed_at)), purge_step=purge)
-                self._board = self._files.enter_context(board)
         if enabled and _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None:
             from rich.live import Live
 
             self._live = self._files.enter_context(Live(refresh_per_second=8))
+
+    def _tensorboard(self, folder: Path, resumed_at: int | None) -> Hook:
+        """A hook that writes scalars to ``folder``."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resumed_at is None else resumed_at + 1
+        board: Any = SummaryWriter(str(_continued(folder, resumed_at)), purge_step=purge)
+        self._files.enter_context(board)
+
+        def write(values: dict[str, float], step: int) -> None:
+            for key in values.keys() & TAGS.keys():
+                # by default torch stores fp32, which rounds large byte counts
+                board.add_scalar(TAGS[key], values[key], step, new_style=True, double_precision=True)
+
+        return write
 
     def say(self, text: str) -> None:
         """Write a message to the terminal and the log."""
@@ -106,23 +128,39 @@ class Reporter:
             f"{record['tokens_per_second']:,.0f} tokens/s  {record['memory_bytes'] / 2**20:,.0f} MiB"
         )
         if self._live is not None:
-            self._live.update(line)
+            self._draw(step, line)
         elif step % PRINT_EVERY == 0 or step in (1, self._total) or skipped:
-            print(line, flush=True)
+            print(f"{line}  {self._left(step)}", flush=True)
         if self._log is not None:
             self._log.write(line + "\n")
         if self._metrics is not None:
             self._metrics.write(**record)
-        for key, tag in TAGS.items() if self._board is not None else ():
-            if record.get(key) is not None and is_finite(record[key]):
-                # by default torch stores fp32, which rounds large byte counts
-                self._board.add_scalar(tag, record[key], step, new_style=True, double_precision=True)
+
+    def _draw(self, step: int, line: str) -> None:
+        """Redraw the bar and the line below it."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        bar = ProgressBar(total=self._total, completed=step)
+        self._live.update(Group(bar, Text(f"\n{self._left(step)}  {line}")))  # a bar ends without a newline
+
+    def _left(self, step: int) -> str:
+        """The time until the last step, at the mean speed of this run so far: ``0:42 left``."""
+        speed = (monotonic() - self._begun) / (step - self._first + 1)
+        minutes, seconds = divmod(round(speed * (self._total - step)), 60)
+        return f"{minutes}:{seconds:02} left"
+
+    def record(self, step: int, finding: Finding) -> None:
+        """Write what an observation of ``step`` found, as :meth:`paramp.Metrics.record`."""
+        if self._metrics is not None:
+            self._metrics.record(step, finding)
 
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
 
 def _continued(path: Path, resumed_at: int | None) -> Path:
@@ -138,12 +176,9 @@ def _is_terminal(stream: TextIO) -> bool:
         return False
 
 
-def announce(reporter: Reporter, context: ParallelContext, job: Job, corpus: Corpus, num_parameters: int) -> None:
-    """Log the settings that differ from the default on the main rank, and save all of them as JSON."""
-    if not context.is_main:
-        return
-    settings = all_settings(context.config, job)
-    facts = {
+def facts_of(context: ParallelContext, corpus: Corpus, num_parameters: int) -> dict[str, Any]:
+    """What a run is made of beside its settings, with plain values."""
+    return {
         "world_size": context.world_size,
         "data_size": context.batch_axis.size,
         "device": str(context.device),
@@ -154,12 +189,21 @@ def announce(reporter: Reporter, context: ParallelContext, job: Job, corpus: Cor
         f"data_{corpus.unit}s": len(corpus.training) + len(corpus.held_out),
         "parameters": num_parameters,
     }
+
+
+def announce(
+    reporter: Reporter, context: ParallelContext, job: Job, facts: Mapping[str, Any], notes: Iterable[str]
+) -> None:
+    """Log the settings that differ from the default on the main rank, and save all of them as JSON."""
+    if not context.is_main:
+        return
+    settings = all_settings(context.config, job)
     usual = all_settings(load(DEFAULTS | {"precision": context.config.precision.name}), Job())
     usual["precision"] = DEFAULTS["precision"]
     changed = [f"{name} = {value}" for name, value in settings.items() if name not in usual or usual[name] != value]
     reporter.say(f"settings other than the default: {', '.join(changed) or 'none'}")
     reporter.say(", ".join(f"{name} = {value}" for name, value in facts.items() if name != "data_sha256"))
-    for line in corpus.notes:
+    for line in notes:
         reporter.say(line)
     if job.train.log_dir is not None:
         path = set_aside(user_path(job.train.log_dir) / "config.json")
@@ -180,3 +224,12 @@ def announce_resume(reporter: Reporter, job: TrainConfig, found: Path, position:
             reporter.say(f"train.{name} = {before} from the checkpoint's optimizer is kept; {asked} is not used")
     if step >= job.steps:
         reporter.say(f"all {job.steps} steps are done, and {found} has them; for more, raise --steps")
+
+
+def announce_end(reporter: Reporter, job: TrainConfig) -> None:
+    """Say how to make the page of the run, which is finished."""
+    if job.log_dir is not None:
+        python = Path(sys.executable)
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        command = shlex.join([str(python), "-m", "paramp", "report", job.log_dir])
+        reporter.say(f"for the page of this run: {command}")

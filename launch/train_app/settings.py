@@ -14,12 +14,13 @@ from paramp import Config, ConfigError, algorithms
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import key_name, nearest, require, shown
 from paramp.base.user_values import build, keys
+from paramp.compat import key_advice
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
 from paramp.distributed.agreement import first_difference
 from paramp.models.gpt import PRESETS, GPTConfig
 from paramp.models.presets import choose
-from paramp.tools.flags import LAYOUT, MODE, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
+from paramp.tools.flags import LAYOUT, PRECISION, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}
 """The train script's defaults that differ from the library's."""
@@ -84,21 +85,26 @@ class TrainConfig:
     """``auto``: resume from the newest whole checkpoint in ``checkpoint_dir``, or start at step 1 if there is none.
     Else the path of a checkpoint."""
     log_dir: str | None = None
-    """The folder of ``metrics.jsonl``, ``train.log`` and ``config.json``. None: these are not written."""
+    """The folder of the run's files, which ``paramp report`` draws. None: these are not written."""
     tensorboard: bool = False
     """Also write scalars for TensorBoard, to the folder ``tensorboard`` in ``log_dir``."""
     trace: int | None = None
-    """A step whose timeline is written to ``log_dir`` as ``trace.json``, for ``ui.perfetto.dev``."""
+    """A step whose timeline is written to ``log_dir`` as ``traces/step-STEP.json``, for ``ui.perfetto.dev``."""
     histogram: int | None = None
     """A step whose gradients are counted by their exponents, in ``gradients.json`` and ``gradients.png`` in
     ``log_dir``."""
+    plant_overflow: int | None = None
+    """A step in which one weight's gradient is made to overflow, on the last rank alone
+    (:mod:`train_app.planted_overflow`)."""
+    histogram_every: int | None = None
+    """Steps between histograms in ``events.jsonl`` in ``log_dir``, which ``paramp report`` draws over time."""
     peak_tflops: float | None = None
     """One device's peak in 10**12 dense FLOPs a second, for the utilisation (``mfu``). None: from a table of GPUs
     (:mod:`train_app.mfu`); no utilisation for a device that is not in it."""
 
     def __post_init__(self) -> None:
         counts = ["seq_len", "batch_size", "steps", "eval_every", "eval_sequences", "vocab_size", "checkpoint_every"]
-        counts += ["checkpoint_keep_last", "checkpoint_keep_every"]
+        counts += ["checkpoint_keep_last", "checkpoint_keep_every", "histogram_every"]
         folder, logs, peak = self.checkpoint_dir is not None, self.log_dir is not None, self.peak_tflops
         unsaved, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
         unlogged = "because there is no log_dir to write to; set it with --log-dir DIR"
@@ -112,11 +118,13 @@ class TrainConfig:
             ("checkpoint_dir", self.checkpoint_dir != "", "a path"),
             ("resume", self.resume != "", "a path"),
             ("resume", folder or self.resume != "auto", f"the path of a checkpoint, {unsaved} look in; {fix}"),
+            ("histogram_every", logs or self.histogram_every is None, f"None, {unlogged}"),
             ("tensorboard", logs or not self.tensorboard, f"False, {unlogged}"),
         ]
-        for name, step in (("trace", self.trace), ("histogram", self.histogram)):
+        for name in ("trace", "histogram", "plant_overflow"):
+            step = getattr(self, name)
             rules.append((name, step is None or 1 <= step <= self.steps, f"a step from 1 to {self.steps}"))
-            rules.append((name, logs or step is None, f"None, {unlogged}"))
+            rules.append((name, logs or step is None or name == "plant_overflow", f"None, {unlogged}"))
         for name, fits, allowed in rules:
             require(fits, name, getattr(self, name), allowed)
 
@@ -183,7 +191,7 @@ def number_or_word(text: str) -> int | str:
 GROUPS: dict[str, tuple[Flag, ...]] = {
     **LAYOUT,
     "precision": (
-        MODE,
+        *PRECISION,
         Flag("--optimizer-state", "optimizer_state", str, "HOW", "AdamW's moments between steps: full or bf16", "full"),
         Flag("--norms", "train.norms", str, "KIND", "plain, low-precision or fused"),
         Flag("--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices=WHENS),
@@ -212,13 +220,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--resume", "train.resume", str, "CKPT", "checkpoint to resume from; auto: the newest whole one"),
     ),
     "logs": (
-        Flag("--log-dir", "train.log_dir", str, "DIR", "where metrics.jsonl, train.log and config.json go"),
+        Flag("--log-dir", "train.log_dir", str, "DIR", "where the files for paramp report go"),
         Flag("--tensorboard", "train.tensorboard", bool, None, "also write scalars for TensorBoard"),
     ),
     "diagnosis": (
         Flag("--trace", "train.trace", int, "STEP", "write this step's timeline to the log directory"),
         Flag("--histogram", "train.histogram", int, "STEP", "count this step's gradients by their exponents"),
+        Flag("--histogram-every", "train.histogram_every", int, "N", "steps between histograms for paramp report"),
         Flag("--trace-overflow", "trace_overflow", bool, None, "name the module where a skipped step overflowed"),
+        Flag("--plant-overflow", "train.plant_overflow", int, "STEP", "make a gradient overflow in this step"),
     ),
 }
 """Group in ``--help`` -> its flags."""
@@ -249,10 +259,7 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
     """
     given, unknown = build_parser(description).parse_known_args(arguments)
     if unknown:
-        known = [*(flag.name for flag in FLAGS), "--config", "--set"]
-        raise ConfigError(
-            f"{key_name(unknown[0])}: no such flag, expected one of {', '.join(known)}{nearest(unknown[0], known)}"
-        )
+        raise ConfigError(_problem_of_flag(*unknown))
     tree = merge(DEFAULTS, read_file(given.config) if given.config else {})
     tree = merge(tree, flag_settings(given, GROUPS))
     for assignment in given.set:
@@ -262,6 +269,33 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
         tree = merge(tree, nested(key, _plain_value(text)))
     tables = {name: tree.pop(name) for name in keys(Job) if name in tree}
     return load(tree), build(Job, tables, "")
+
+
+def _problem_of_flag(given: str, *following: str) -> str:
+    """What is wrong with a flag that does not exist, or what to write in its place; ``following`` may be its value."""
+    name, equals, text = given.partition("=")
+    if not equals:
+        text = following[0] if following and not following[0].startswith("--") else "true"
+    key = name.lstrip("-").replace("-", "_")
+    known = [*(flag.name for flag in FLAGS), "--config", "--set"]
+    if f"--{key.replace('_', '-')}" not in known:
+        places = {*all_settings(load(DEFAULTS), Job()), *(f"model.{name}" for name in keys(GPTConfig))}
+        for place in places & {key, f"train.{key}", f"model.{key}"}:
+            return f"{key_name(name)}: no such flag; write --set {place}={text}"
+        if advice := key_advice.advice(key, _plain_value(text), load, show=_as_flags):
+            return f"{key_name(name)}: {advice}"
+    return f"{key_name(name)}: no such flag, expected one of {', '.join(known)}{nearest(name, known)}"
+
+
+def _as_flags(tree: Any, path: str = "") -> str:
+    """A configuration as arguments of this script."""
+    if not isinstance(tree, Mapping):
+        wanted = "precision" if path == "precision.mode" else path
+        flag = next((flag for flag in FLAGS if flag.key in (wanted, f"{wanted}.size")), None)
+        if flag is None or tree is False:
+            return f"--set {path}={tree if isinstance(tree, str) else json.dumps(tree)}"
+        return flag.name if flag.kind is bool else f"{flag.name} {tree}"
+    return " ".join(_as_flags(value, f"{path}.{key}" if path else key) for key, value in tree.items())
 
 
 def _plain_value(text: str) -> Any:

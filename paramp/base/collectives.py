@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import gloo_threads  # noqa: F401  # processes with collectives end once gloo's threads rest
 from .torch_internals import expect, replace_kernels
 
 expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")
@@ -78,7 +79,9 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
 
 # torch 2.13 has new names for these two and deprecates the old ones; 2.11 has only the old ones.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""``(own, whole, group=...)``: this rank's slice of the sum of ``whole``; 1-dim. ``own`` may be a view of it."""
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""``(whole, own, group=...)``: the slices ``own`` of every rank; 1-dim. ``own`` may be a view of this rank's."""
 
 
 def start_reduce_scatter(
@@ -111,26 +114,6 @@ def start_reduce_scatter(
     return finish
 
 
-def all_gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``whole`` with the slices ``own`` of every rank of ``group`` (None: the world); one all-gather.
-
-    Args:
-        whole: 1-dim, group size x slice size elements.
-        own: 1-dim; may be a view of this rank's slice of ``whole``.
-    """
-    all_gather_single(whole, own, group=group)
-
-
-def reduce_scatter_shards(own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``own`` with this rank's slice of the sum of ``whole`` over ``group``; one reduce-scatter.
-
-    Args:
-        own: 1-dim.
-        whole: 1-dim, group size x slice size elements.
-    """
-    reduce_scatter_single(own, whole, group=group)
-
-
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's ``value``, by rank; a collective of ``group``, or of the world. ``value`` must pickle."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -138,16 +121,16 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return everyone
 
 
-def equal_everywhere(value: Any, device: torch.device) -> bool:
-    """Whether ``value`` has the same ``repr`` on every rank of the world, by its digest; one all-reduce.
+def gather_different(value: Any, device: torch.device) -> list[Any]:
+    """Every rank's ``value``, by rank; only this one if it has the same ``repr`` on every rank of the world.
 
-    Unlike a gathering of the values, it costs the same in a world of thousands. ``device``: of this rank.
+    Gathering from thousands of ranks takes seconds, so digests are compared first, by one all-reduce on ``device``.
     """
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
     bounds = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     highest, minus_lowest = bounds.tolist()
-    return bool(highest == -minus_lowest)
+    return [value] if highest == -minus_lowest else gather_objects(value)
 
 
 def gather_dtensors_over_gloo(key: str = "CUDA") -> torch.library.Library:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 LONGEST = 200
 """The most characters of a value that a message shows."""
+CLOSE = 0.65
+"""The least similarity of a name that a message suggests, from 0 to 1 (:class:`difflib.SequenceMatcher`)."""
 
 
 class ConfigError(ValueError):
@@ -33,7 +39,14 @@ class DataError(RuntimeError):
 
 
 class ReplicaDrift(RuntimeError):
-    """Replicas of a weight, master or loss scale differ. The message names the value and the ranks."""
+    """Replicas of a weight, master or loss scale differ. The message names the value and the ranks.
+
+    ``differences`` are those found, as :func:`paramp.check_replicas` returns them.
+    """
+
+    def __init__(self, message: str, differences: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
@@ -59,9 +72,8 @@ def key_name(key: object) -> str:
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
-    """``" (did you mean 'tensor'?)"`` for the closest of ``known``, or an empty string when nothing is close."""
-    text = word if isinstance(word, str) else shown(word)
-    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    """``" (did you mean 'tensor'?)"`` for the closest of ``known``; empty when none is close, or for another type."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=CLOSE) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -73,3 +85,26 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raise a ConfigError unless ``condition``; ``allowed`` describes the values that setting ``name`` accepts."""
     if not condition:
         raise ConfigError(f"{name}: got {shown(value)}, expected {allowed}")
+
+
+def users_line(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line in the traceback of ``error`` that is not paramp's, Python's or an installed package's.
+
+    None if there is none.
+    """
+    files = (__file__, sys.modules["torch"].__file__) if "torch" in sys.modules else (__file__,)
+    folders = (*(os.path.dirname(os.path.dirname(str(file))) for file in files), os.path.dirname(os.__file__))
+    apart = (*(folder + os.sep for folder in folders), "<")
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith(apart)]
+    return lines[-1] if lines else None
+
+
+def shown_line(file: str, number: int | None, source: str | None) -> str:
+    """A line of code for a message: ``at net.py:12, 'return self.head(x)'``."""
+    return f"at {os.path.basename(file)}:{number}" + (f", {one_line(source)!r}" if source and source.strip() else "")
+
+
+def at_users_line(error: BaseException) -> str:
+    """:func:`users_line` for a message, after a space; an empty string without one."""
+    line = users_line(error)
+    return "" if line is None else f" {shown_line(line.filename, line.lineno, line.line)}"

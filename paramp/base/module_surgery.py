@@ -182,10 +182,7 @@ def keeping_ties(module: nn.Module) -> Iterator[list[tuple[str, ...]]]:
     Yields:
         The names of each tied parameter.
     """
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-    shared = [tuple(names) for names in names_of.values() if len(names) > 1]
+    shared = [tuple(names) for names in names_by_parameter(module).values() if len(names) > 1]
     yield shared
     for first, *others in shared:
         parameter = module.get_parameter(first)

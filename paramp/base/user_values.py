@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 from .errors import ConfigError, key_name, nearest, shown
 
 T = TypeVar("T")
+UNLISTED = {"unlisted": True}
+"""The metadata of a field that is no key."""
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -40,7 +42,7 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
     for key, value in tree.items():
         where = f"{path}.{key_name(key)}" if path else key_name(key)
         if key not in known:
-            allowed = [*known, *also]
+            allowed = [item.name for item in dataclasses.fields(cls) if item.metadata != UNLISTED] + [*also]  # type: ignore[arg-type]
             raise ConfigError(f"{where}: no such key, expected one of {', '.join(allowed)}{nearest(key, allowed)}")
         values[key] = convert(value, hints[key], where)
     try:

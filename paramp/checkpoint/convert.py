@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ..base.errors import CheckpointError, ConfigError
 from ..base.user_values import user_path
-from .atomic_dir import HEADER, make_folder, new_folder, publish, publish_file, unnamed
+from .atomic_dir import HEADER, MANIFEST, PARTIAL, make_folder, new_folder, publish, publish_file, unnamed
 from .header import MODEL, StoredSlice, StoredTensor, write_header
 from .open_checkpoint import OpenCheckpoint
 from .resharding import read_tensor
@@ -86,9 +87,13 @@ def _new_path(to: str | Path) -> Path:
 def inspect(checkpoint: str | Path) -> dict[str, Any]:
     """The content of a checkpoint: ``damage`` (messages; empty if it is intact), ``values`` and ``tensors``.
 
-    If the manifest or header cannot be read, only ``path`` and ``damage``.
+    If the manifest or header cannot be read, only ``path`` and ``damage``. Of a folder of checkpoints, ``checkpoints``:
+    for each the step, the date and what else there is to list; ``damage`` is then that of all of them.
     """
     content: dict[str, Any] = {"path": str(checkpoint)}
+    if inside := _checkpoints_in(user_path(checkpoint)):
+        listed = [_entry(path) for path in inside]
+        return content | {"damage": [line for entry in listed for line in entry["damage"]], "checkpoints": listed}
     try:
         opened = OpenCheckpoint(checkpoint)
     except CheckpointError as error:
@@ -111,8 +116,55 @@ def inspect(checkpoint: str | Path) -> dict[str, Any]:
         }
 
 
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by name, with those whose saving was interrupted; none if it is one itself."""
+    if not folder.is_dir() or (folder / MANIFEST).exists() or (folder / HEADER).exists():
+        return []
+    inside = [path for path in folder.iterdir() if path.is_dir()]
+    return sorted(
+        path for path in inside if PARTIAL in path.name or (path / MANIFEST).exists() or (path / HEADER).exists()
+    )
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """The line of a checkpoint in the list of its folder."""
+    if PARTIAL in path.name:
+        return {"name": path.name, "damage": [f"{str(path)!r} is unfinished: saving it was interrupted"]}
+    found = inspect(path)
+    values, saved = found.get("values", {}), (path / MANIFEST).stat().st_mtime if (path / MANIFEST).exists() else None
+    return {
+        "name": path.name,
+        "damage": found["damage"],
+        "steps": values["counts"][0] if "counts" in values else None,
+        "skipped": values["counts"][1] if "counts" in values else None,
+        "layout": values.get("layout"),
+        "bytes": found.get("bytes"),
+        "saved": None if saved is None else datetime.fromtimestamp(saved).isoformat(" ", "seconds"),
+    }
+
+
+def _listed(found: Mapping[str, Any]) -> str:
+    """A folder of checkpoints as a table."""
+    rows = [("checkpoint", "steps", "skipped", "layout", "size", "saved", "")]
+    for entry in found["checkpoints"]:
+        layout = ", ".join(f"{name} {size}" for name, size in (entry.get("layout") or {}).items())
+        size = f"{entry['bytes'] / 1e6:,.1f} MB" if entry.get("bytes") is not None else ""
+        counts = [str(entry[name]) if entry.get(name) is not None else "" for name in ("steps", "skipped")]
+        state = f"incomplete: {entry['damage'][0]}" if entry["damage"] else "complete"
+        rows.append((entry["name"], *counts, layout, size, entry.get("saved") or "", state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    number = len(rows) - 1
+    lines = [f"{found['path']}: {number} checkpoint{'s' if number > 1 else ''}"]
+    for name, *cells, state in rows:
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True)]
+        lines.append("  ".join((f"  {name:{widths[0]}}", *aligned, state)).rstrip())
+    return "\n".join(lines)
+
+
 def describe(found: Mapping[str, Any]) -> str:
     """The result of :func:`inspect` as text."""
+    if "checkpoints" in found:
+        return _listed(found)
     lines = [f"{found['path']}: " + ("damaged" if found["damage"] else "complete")]
     lines += [f"  {line}" for line in found["damage"]]
     if "values" not in found:

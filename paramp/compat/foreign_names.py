@@ -8,6 +8,7 @@ a row of the table of modes.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -257,7 +258,10 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     fp16 = tree.get("fp16")
     # dict(mode=None): nothing is in half precision.
     if fp16 is not None and not (isinstance(fp16, Mapping) and [*fp16] == ["mode"] and fp16["mode"] is None):
-        known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+        try:
+            known["precision"] = convert({"mode": fp16} if isinstance(fp16, AMP_TYPE) else fp16, Precision, "fp16")
+        except ConfigError as error:
+            raise ConfigError(re.sub("^precision: ", "fp16: ", str(error))) from None
     return known
 
 

@@ -13,6 +13,8 @@ from ..base.user_values import build, keys, user_path
 from ..precision.modes import FOREIGN_NAMES, Precision
 from .schema import Config
 
+ADVICE = "paramp.compat.key_advice"
+"""The module of what to write in place of other libraries' keys, imported for an error."""
 SCRIPT_TABLES = ("train", "model")
 """Tables in files of ``launch/train.py``, which takes them out before it makes a :class:`Config`."""
 
@@ -44,6 +46,14 @@ def load(source: Config | Mapping[str, Any] | str | Path | None, overrides: Mapp
             )
     if "user" in tree:
         raise ConfigError("user: no such key; write your own keys in capitals, at the top level")
+    try:
+        return _built(tree)
+    except ConfigError as error:
+        text = importlib.import_module(ADVICE).advised(str(error), tree, _built)
+        raise ConfigError(text) from None
+
+
+def _built(tree: Mapping[str, Any]) -> Config:
     if set(tree) <= {*keys(Config)}:
         return build(Config, tree, "")
     foreign = importlib.import_module(FOREIGN_NAMES)
@@ -93,12 +103,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with the values of ``overrides``, table by table. A number that meets a table becomes its ``size``, for
-    ``data`` its ``replicate``: ``tensor=2`` and ``tensor.mode="1d"`` give both."""
+    """``base`` with the values of ``overrides``, table by table.
+
+    A number or a name that meets a table becomes a key in it: for ``precision`` the ``mode``, for ``data`` the number
+    to ``replicate``, else the ``size``. So ``tensor=2`` and ``tensor.mode="1d"`` give both.
+    """
     result = _merged(base, overrides)
     if set(result) <= {*keys(Config)}:
         return result
     return cast(dict[str, Any], importlib.import_module(FOREIGN_NAMES).without_replaced(result, overrides))
+
+
+SHORT = {"precision": "mode", "data": "replicate"}
+"""The key that a value in place of a table is short for."""
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,8 +123,8 @@ def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
     for key, value in overrides.items():
         if isinstance(value, Mapping):
             old = result.get(key)
-            if isinstance(old, int) and not isinstance(old, bool):
-                old = {"replicate" if key == "data" else "size": old}
+            if type(old) is int or (key == "precision" and isinstance(old, str)):
+                old = {SHORT.get(key, "size"): old}
             value = _merged(old if isinstance(old, Mapping) else {}, value)
         result[key] = value
     return result

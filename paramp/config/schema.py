@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ..base.errors import nearest, one_line, require, shown
-from ..base.user_values import convert, keys
+from ..base.user_values import UNLISTED, convert, keys
 from ..precision.modes import STORAGE, Precision
 from .layout import ParallelConfig
 from .reproducible import MODES, Reproducible, is_power_of_two
@@ -103,7 +103,7 @@ class Config:
     emulate_fp16: bool | Literal["auto"] = "auto"
     """On CPUs without fp16 arithmetic, compute fp16 products in fp32 and round
     (:mod:`paramp.precision.fp16_emulation_cpu`)."""
-    user: Mapping[str, Any] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict, metadata=UNLISTED)
     """The user's own keys, in capitals."""
 
     def __post_init__(self) -> None:

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from ..base.collectives import equal_everywhere, gather_objects
+from ..base.collectives import gather_different
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
-from .loader_position import LoaderPosition, WithPosition
+from .loader_position import LoaderPosition, ShardedLoader, WithPosition
 from .sharded_sampler import ShardedSampler
 
 
@@ -138,7 +138,7 @@ def each_sample_once(loader: Any) -> Iterator[None]:
 
 
 def _with_position(kind: type) -> type:
-    return type(kind.__name__, (WithPosition, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(kind.__name__, (ShardedLoader, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _sharded_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bool], ShardedSampler]) -> dict[str, Any]:
@@ -227,8 +227,7 @@ def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **load
             sharded.append(None)
             problems.append(f"{name}: {error}")
         facts.append(_describe(loader))
-    local = (problems, facts)
-    everyone = [local] if equal_everywhere(local, context.device) else gather_objects(local)
+    everyone = gather_different((problems, facts), context.device)
     for others, _ in everyone:
         if others:
             raise ConfigError(others[0])

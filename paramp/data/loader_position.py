@@ -13,12 +13,15 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.data import DataLoader
 
 from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(eq=False)
@@ -117,8 +120,8 @@ class _EpochIterator:
 class _Epoch:
     """Reads a loader's epoch; not a property, so that a user's class of loaders may set an attribute of this name."""
 
-    def __get__(self, loader: Any, kind: type) -> Any:
-        return self if loader is None else loader.position.epoch
+    def __get__(self, loader: Any, kind: type) -> int:
+        return cast(int, self if loader is None else loader.position.epoch)
 
 
 class WithPosition:
@@ -143,3 +146,7 @@ class WithPosition:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from a saved position in the next iteration."""
         self.position.load_state_dict(state_dict)
+
+
+class ShardedLoader(WithPosition, DataLoader[T_co]):  # type: ignore[misc]
+    """A ``DataLoader``, sharded: what :func:`paramp.initialize` returns for one, also of a subclass."""

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
@@ -14,6 +14,8 @@ from ..config.schema import Config, flatten
 from .rendezvous import meet, read_all
 
 expect("torch.distributed.distributed_c10d")
+
+Checked = TypeVar("Checked")
 
 
 def agree(store: Store, name: str, value: str, rank: int, world_size: int, decide: Callable[[list[str]], str]) -> str:
@@ -42,35 +44,51 @@ def _first_missing(store: Store, keys: Sequence[str]) -> int:
     return 0
 
 
-def agree_on_call(
-    function: str, problem: str | None, settings: Mapping[str, Any], place: object = None, model: str = ""
-) -> str:
-    """What is wrong on some rank with the call of ``function``, or different between ranks; empty if nothing is.
+class Call(NamedTuple):
+    """What a rank calls a public function with, to be compared over the ranks."""
+
+    settings: Mapping[str, Any] = {}
+    """The same on every rank; of JSON's types."""
+    place: object = None
+    """Ranks with an equal place have equal models."""
+    model: str = ""
+    """Describes this rank's."""
+
+
+def agreed_call(function: str, check: Callable[[], tuple[Checked, Call]]) -> Checked:
+    """What ``check`` makes of this rank's arguments of the public ``function``, once all ranks have compared theirs.
 
     Every rank of the world calls it before the function's first collective. It uses the store alone, so that a rank
     that calls a function alone, or another one than the others, raises in bounded time.
 
     Args:
-        problem: with this rank's arguments; None: there is none.
-        settings: the same on every rank; of JSON's types.
-        place: ranks with an equal place have equal models.
-        model: describes this rank's.
+        check: raises an error for wrong arguments.
 
     Raises:
+        Exception: that of ``check``, on this rank.
+        ConfigError: another rank has wrong arguments, or ranks have different ones.
         LaunchError: a rank did not call any such function within the launch's time-out.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if dist.get_backend() == "fake":  # only this rank runs
-        return problem or ""
-    state = {"function": function, "problem": problem, "settings": dict(settings), "place": str(place), "model": model}
+    checked, call, problem = None, Call(), None
     try:
-        store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
-    except LaunchError as error:
-        raise LaunchError(f"{function}: every rank has to call it; {error}") from None
-    return agree(store, "call", json.dumps(state), rank, world_size, _first_problem_of_call)
+        checked, call = check()
+    except Exception as error:  # whatever it is, the other ranks wait
+        problem = error
+    different = ""
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":  # of which one rank runs
+        state = {"function": function, "problem": None if problem is None else str(problem), **call._asdict()}
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        try:
+            store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
+        except LaunchError as error:
+            raise LaunchError(f"{function}: every rank has to call it; {error}") from None
+        different = agree(store, "call", json.dumps(state), rank, world_size, _first_problem)
+    if problem is not None or different:
+        raise problem or ConfigError(different)
+    return cast(Checked, checked)
 
 
-def _first_problem_of_call(texts: list[str]) -> str:
+def _first_problem(texts: list[str]) -> str:
     states = [json.loads(text) for text in texts]
     function = states[0]["function"]
     first_at: dict[str, int] = {}
@@ -78,8 +96,8 @@ def _first_problem_of_call(texts: list[str]) -> str:
         if state["function"] != function:
             return f"rank 0 calls {function}, but rank {rank} {state['function']}; call the same function on every rank"
         if state["problem"] is not None:
-            return f"rank {rank}: {state['problem']}" if len(states) > 1 else str(state["problem"])
-        first = first_at.setdefault(state["place"], rank)
+            return f"rank {rank}: {state['problem']}"
+        first = first_at.setdefault(str(state["place"]), rank)
         if state["model"] != states[first]["model"]:
             return (
                 f"{function}: the parameters of rank {first} ({states[first]['model']}) have other names, shapes or "

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -34,7 +33,8 @@ from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.schema import Config
 from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
-from .first_failure import IN_ORDER, Departures, ending_in_time, failed_after_another, mark_as_echo, wait_for_failures
+from .error_report import report_uncaught
+from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_as_echo
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
@@ -42,9 +42,6 @@ from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
 BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard")
 """The roles along which ranks have different parts of the batch."""
-SECONDS_FOR_THREADS = 0.2
-"""The time between the last collective and the end of the interpreter: gloo's threads may still be releasing its
-tensors, which needs the interpreter, and a thread that finds it ended aborts the process."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +139,7 @@ class ParallelContext:
                 ``config`` are invalid or do not fit the mesh; or ranks passed different arguments.
             LaunchError: a rank did not call it in time.
         """
+        report_errors()
         warn_if_untested()
         checked = read_mesh(mesh, config, roles)
         device = checked.device
@@ -283,7 +281,6 @@ class ParallelContext:
             return
         if self._owns_world:
             dist.destroy_process_group()
-            time.sleep(SECONDS_FOR_THREADS)
             self.departures.linger()
             return
         self._groups.destroy()
@@ -296,12 +293,10 @@ class ParallelContext:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.departures.explain(error)
         failed = isinstance(error, Exception) and self.world_size > 1
-        store = dist.distributed_c10d._get_default_store() if failed and dist.is_initialized() else None
-        key = f"paramp/failed/{self.serial}"
-        quiet = store is not None and error is not None and failed_after_another(store, key, error)
+        quiet = failed and error is not None and self.departures.failed_after_another(error)
         quiet = self._leave(error) or quiet
-        if quiet and error is not None:
-            mark_as_echo(error)
+        if error is not None:
+            mark_as_echo(error, quiet or is_echo(error))
         try:
             with ending_in_time(error if failed else None, quiet=quiet):
                 self.close()
@@ -309,8 +304,8 @@ class ParallelContext:
             if error is None:
                 raise
             warnings.warn(f"the process groups were not closed cleanly: {problem}", stacklevel=2)
-        if store is not None and self.rank == 0:
-            wait_for_failures(store, key, self.world_size)
+        if failed:
+            self.departures.linger()
 
     def _leave(self, error: BaseException | None) -> bool:
         """Report that this rank leaves, and whether by an ``error``. True: it was about to end for a silent one."""
@@ -347,8 +342,6 @@ def _close_all() -> None:
             OPEN[-1].close()
     for context in OPEN:
         context._leave(sys.last_value)
-    if OPEN:
-        time.sleep(SECONDS_FOR_THREADS)
 
 
 def get_context() -> ParallelContext:
@@ -383,3 +376,8 @@ def required_context(function: str, context: ParallelContext | None) -> Parallel
 def current_context() -> ParallelContext | None:
     """As :func:`get_context`, but None if there is no open context."""
     return OPEN[-1] if OPEN else None
+
+
+def report_errors() -> None:
+    """From now on, report an error that ends this program (:mod:`.error_report`), with the rank that has left first."""
+    report_uncaught(lambda error: context.departures.explain(error) if (context := current_context()) else None)

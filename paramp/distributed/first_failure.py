@@ -8,24 +8,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 ECHO = "_paramp_echo"
-"""The attribute that marks an exception as a consequence of another rank's failure."""
+"""The attribute of an exception that has left a context: whether it is a consequence of another rank's failure."""
 EXIT_CODE = 1
 SECONDS_OF_GRACE = 5.0
 """The time that a rank has to end normally once it or another has failed."""
-SECONDS_FOR_THE_OTHERS = 2.0
-"""The time that rank 0, which may host the store, waits for the others to read which rank failed first."""
-
-
 LOST = (dist.DistError, RuntimeError)
 """The exceptions that the store raises when its host is gone."""
 SECONDS_TO_READ = 2.0
-"""The time that rank 0, which may host the store, waits for the others to read that it has left."""
+"""The time that rank 0, which may host the store, waits for the others to read that it has left or who failed first."""
 LONGEST_WAIT = 1800.0
 """Seconds that a rank waits for the others to begin what they do together; that of gloo's collectives."""
 
@@ -38,48 +33,22 @@ SAME_CALLS = (
 )
 
 
-def mark_as_echo(error: BaseException) -> None:
-    """Mark ``error``, which left a context, as a consequence of another rank's failure, which that rank reports."""
-    error.__dict__[ECHO] = True
+def mark_as_echo(error: BaseException, is_echo: bool = True) -> None:
+    """Mark ``error``, which leaves a context, as a consequence of another rank's failure, which that rank reports.
+
+    Or, without ``is_echo``, as this rank's to report.
+    """
+    error.__dict__[ECHO] = is_echo
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether ``error`` has that mark."""
+    """Whether ``error`` is a consequence of another rank's failure."""
+    return bool(error.__dict__.get(ECHO))
+
+
+def left_a_context(error: BaseException) -> bool:
+    """Whether the ranks have agreed which of them reports ``error``."""
     return ECHO in error.__dict__
-
-
-def report_once(explain: Callable[[BaseException], None]) -> None:
-    """Suppress the traceback of errors that are marked as consequences of another rank's failure.
-
-    ``explain`` is called with each other error that ends the program.
-    """
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not is_echo(error):
-            explain(error)
-            previous(kind, error, traceback)
-
-    if not getattr(previous, "reports_once", False):
-        hook.reports_once = True  # type: ignore[attr-defined]
-        sys.excepthook = hook
-
-
-def failed_after_another(store: Store, key: str, error: BaseException) -> bool:
-    """Whether another rank failed before this one, which fails with ``error``. Every rank that fails calls it once.
-
-    A rank that dies breaks the connections of its peers, so one error raises on all ranks; or every rank finds the same
-    mistake in the configuration. The first rank that increments ``key`` of the store reports its error.
-    """
-    try:
-        return store.add(key, 1) > 1
-    except RuntimeError:  # the process that hosted the store has ended
-        return is_lost_connection(error)
-
-
-def wait_for_failures(store: Store, key: str, world_size: int) -> None:
-    """Wait until all ranks have called :func:`failed_after_another`, at most ``SECONDS_FOR_THE_OTHERS``."""
-    linger(lambda: store.add(key, 0) >= world_size, SECONDS_FOR_THE_OTHERS)
 
 
 def linger(all_have_read: Callable[[], bool], seconds: float) -> None:
@@ -157,6 +126,17 @@ class Departures:
         alone = world_size == 1 or dist.get_backend() == "fake"
         self._store: Store | None = None if alone else dist.distributed_c10d._get_default_store()
         self._announced = alone
+
+    def failed_after_another(self, error: BaseException) -> bool:
+        """Whether another rank failed before this one, which fails with ``error``; that one reports its error.
+
+        A rank that dies breaks the connections of its peers, so one error raises on all ranks; or every rank finds the
+        same mistake in the configuration. Every rank that fails calls this once, before :meth:`announce`.
+        """
+        try:
+            return self._store is not None and self._store.add(f"{self._key}/failed", 1) > 1
+        except RuntimeError:  # the process that hosted the store has ended
+            return is_lost_connection(error)
 
     def announce(self, text: str) -> None:
         """Write that this rank leaves, in the words of ``text``; that of the first rank is kept."""

@@ -15,11 +15,10 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
-from ..config.files import load
+from ..config.command_layout import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
-from .agreement import agree, agree_on_call, agree_on_config
-from .context import ParallelContext, current_context, required_context
-from .first_failure import report_once
+from .agreement import Call, agree, agree_on_config, agreed_call
+from .context import ParallelContext, report_errors, required_context
 from .heartbeat import Heartbeat
 from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
@@ -58,7 +57,7 @@ def launch_from_torch(
             is asked for where ranks have no GPU or share one; or the process group that there is has another rank or
             size than the variables say, or not the ``backend`` or the ``device``.
     """
-    settings = load(config)
+    settings = _load(config)
     return _join(settings, group_place() or torchrun_place(), backend, device, seed)
 
 
@@ -82,7 +81,7 @@ def launch_from_slurm(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or the port is in use.
     """
-    return _join(load(config), slurm_place(host, _check_port(port)), backend, device, seed)
+    return _join(_load(config), slurm_place(host, _check_port(port)), backend, device, seed)
 
 
 def launch_from_openmpi(
@@ -108,7 +107,7 @@ def launch_from_openmpi(
         ConfigError, LaunchError: as :func:`launch_from_torch`; or mpi4py is missing or belongs to another MPI, the port
             is in use, or a rank does not reach rank 0.
     """
-    settings, place, store = load(config), mpi_place(), None
+    settings, place, store = _load(config), mpi_place(), None
     _check_port(port)
     if place is not None:
         settings.parallel.data_size(place.world_size)  # raise before MPI starts
@@ -121,6 +120,7 @@ def launch_from_environment(config: ConfigSource = None, **options: Any) -> Para
 
     Takes the options of :func:`launch_from_torch`; raises what it and the launcher's function raise.
     """
+    report_errors()
     place = find_place()
     functions = {"torchrun": launch_from_torch, "mpi": launch_from_openmpi, "slurm": launch_from_slurm}
     return functions["torchrun" if place is None else place.launcher](config, **options)
@@ -150,7 +150,7 @@ def launch(
     Raises:
         ConfigError, LaunchError: as :func:`launch_from_torch`; or an invalid rank or port, or the port is in use.
     """
-    settings = load(config)
+    settings = _load(config)
     if not 0 <= rank < world_size:
         raise LaunchError(f"rank: got {rank}, expected 0 to {world_size - 1} in a world of {world_size}")
     _check_port(port)
@@ -181,41 +181,32 @@ def start_heartbeat(
             ranks.
         LaunchError: a rank did not call it in time.
     """
-    problem = None
-    try:
-        context = required_context("start_heartbeat", context)
+    report_errors()
+
+    def check() -> tuple[ParallelContext | None, Call]:
+        checked = required_context("start_heartbeat", context)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
         counts = end_after is None or (isinstance(end_after, int) and end_after >= 1)
         require(counts, "end_after", end_after, "an integer of 1 or more, or None")
-        if context is not None and context.heartbeat is not None and context.heartbeat.is_running:
+        if checked is not None and checked.heartbeat is not None and checked.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")
-        if context is not None and context.num_engines:
+        if checked is not None and checked.num_engines:
             raise ConfigError(
                 "start_heartbeat: call it before paramp.initialize, whose engine reports its phases to it"
             )
-    except ConfigError as error:
-        problem = error
+        return checked, Call({"timeout": str(timeout), "end_after": str(end_after)})
+
+    context = agreed_call("start_heartbeat", check)
     alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    text, settings = None if problem is None else str(problem), {"timeout": str(timeout), "end_after": str(end_after)}
-    different = "" if alone else agree_on_call("start_heartbeat", text, settings)
-    if problem is not None or different:
-        raise problem or ConfigError(different)
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:
-        report_once(_explain)
         heartbeat = _heartbeat_of_world(timeout, end_after)
         heartbeat.start(context.name_of)
     if context is not None:
         context.heartbeat = heartbeat
     return heartbeat
-
-
-def _explain(error: BaseException) -> None:
-    """Name in a note of ``error``, which ends the program, the rank that has left first."""
-    if (context := current_context()) is not None:
-        context.departures.explain(error)
 
 
 def _heartbeat_of_world(timeout: float, end_after: int | None) -> Heartbeat:
@@ -226,6 +217,11 @@ def _heartbeat_of_world(timeout: float, end_after: int | None) -> Heartbeat:
     heartbeat = Heartbeat(PrefixStore("heartbeat", store), rank, world_size, timeout, end_after=end_after, host=host)
     agree(store, "heartbeat", "", rank, world_size, lambda _: "made")
     return heartbeat
+
+
+def _load(config: ConfigSource) -> Config:
+    report_errors()
+    return load_in_layout(config)
 
 
 def _check_port(port: int | None) -> int | None:
@@ -270,8 +266,7 @@ def _join(
         if backend == "nccl":
             _check_own_gpus(store, device, rank, world_size)
         _init_process_group(store, place, backend, device)
-    if world_size > 1:
-        report_once(_explain)
+    report_errors()  # again, as torch has put its own report around it
     return ParallelContext(config, device, place.local_rank, owns_world=owns_world, heartbeat=heartbeat)
 
 

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from ..config.command_layout import VARIABLE
 from .rendezvous import host_store
 
 SECONDS_FOR_RANK_0 = 5.0
@@ -20,15 +22,18 @@ SECONDS_TO_SAVE = 30.0
 """The time that ranks have to save a checkpoint after SIGTERM; as long as torchrun gives them."""
 
 
-def start_processes(command: Sequence[str], num_processes: int) -> int:
+def start_processes(command: Sequence[str], num_processes: int, layout: str = "") -> int:
     """Run ``command`` once per rank on this machine, with torchrun's variables set; the exit code of the first failure.
 
     When one rank fails, the others have 5 s to end before they are terminated. SIGINT and SIGTERM stop the ranks with
-    SIGTERM, and give them time to save; a second one kills them.
+    SIGTERM, and give them time to save; a second one kills them. They are left alone if this is not the main thread.
+
+    Args:
+        layout: for the launch functions of the ranks (:data:`paramp.config.command_layout.VARIABLE`).
     """
     # Hosted here, the store outlives every rank, so that the last of them can still read which failed first.
     store = host_store(0)
-    environment = _shared_environment(store.port, num_processes)
+    environment = _shared_environment(store.port, num_processes) | {VARIABLE: layout}
     processes = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(num_processes)
@@ -42,7 +47,8 @@ def start_processes(command: Sequence[str], num_processes: int) -> int:
         _end(processes, to_stop=0.0 if again else SECONDS_TO_SAVE)
         sys.exit(128 + number)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, stop) for number in signals}
     try:
         return _wait(processes)
     finally:
@@ -70,9 +76,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until all have ended, or one has failed and the others had 5 s to end; the exit code."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = next(filter(None, codes), None)
-        if failed is not None:
+        rank, failed = next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
+        if failed:
             _end(processes, grace=5.0)
+            if failed < 0:  # it could not say so itself
+                print(f"error: rank {rank} was ended by {signal.Signals(-failed).name}", file=sys.stderr, flush=True)
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0

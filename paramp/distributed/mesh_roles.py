@@ -20,7 +20,6 @@ Along ``replicate`` and ``shard`` ranks have different parts of the batch; toget
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,7 @@ from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
 from ..scaling.replica_counts import ROLES, Role
-from .agreement import agree, first_difference, shared_settings
-from .rendezvous import meet
+from .agreement import Call, agreed_call, shared_settings
 
 expect("torch.distributed.distributed_c10d")
 
@@ -68,42 +66,10 @@ def read_mesh(
             "mesh: torch.distributed is not initialised, so a mesh has no process groups; "
             "call torch.distributed.init_process_group and make the mesh after it"
         )
-    found, problem = None, None
-    try:
-        found = _read(mesh, config, roles)
-    except Exception as error:  # whatever it is, the other ranks wait
-        problem = error
-    if dist.get_backend() != "fake":  # with a fake process group only this rank runs
-        different = _agree(mesh, found, problem)
-        if different and problem is None:
-            raise ConfigError(different)
-    if problem is not None:
-        raise problem
-    assert found is not None
-    return found
+    return agreed_call("ParallelContext.from_mesh", lambda: _read(mesh, config, roles))
 
 
-def _agree(mesh: DeviceMesh, found: MeshOfOthers | None, problem: Exception | None) -> str:
-    """What is wrong on some rank, or different between ranks, as a message; empty if nothing is."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    state: dict[str, Any] = {"problem": None if problem is None else str(problem), "settings": {}}
-    if found is not None:
-        axes = dict(zip(found.roles, mesh.shape, strict=True))
-        own = {"mesh": axes, "ranks of the mesh": one_line(str(mesh.mesh.tolist())), "roles": dict(found.roles)}
-        state["settings"] = own | shared_settings(found.config)
-    store = meet(dist.distributed_c10d._get_default_store(), rank, world_size)
-    return agree(store, "mesh", json.dumps(state), rank, world_size, _first_problem)
-
-
-def _first_problem(texts: list[str]) -> str:
-    states = [json.loads(text) for text in texts]
-    for rank, state in enumerate(states):
-        if state["problem"] is not None:
-            return f"rank {rank}: {state['problem']}"
-    return first_difference([json.dumps(state["settings"]) for state in states])
-
-
-def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshOfOthers:
+def _read(mesh: DeviceMesh, config: Any, roles: Any) -> tuple[MeshOfOthers, Call]:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"mesh: got {shown(mesh)}, expected a torch.distributed.device_mesh.DeviceMesh; "
@@ -118,7 +84,10 @@ def _read(mesh: DeviceMesh, config: Any, roles: Any) -> MeshOfOthers:
     _check_ranks(mesh)
     _check_groups(mesh)
     sizes = dict(zip(found.values(), mesh.shape, strict=True))
-    return MeshOfOthers(mesh, found, _with_sizes(config, sizes), _device(mesh.device_type))
+    checked = MeshOfOthers(mesh, found, _with_sizes(config, sizes), _device(mesh.device_type))
+    axes = dict(zip(found, mesh.shape, strict=True))
+    settings = {"mesh": axes, "ranks of the mesh": one_line(str(mesh.mesh.tolist())), "roles": found}
+    return checked, Call(settings | shared_settings(checked.config))
 
 
 def _roles(names: tuple[str, ...], given: Any) -> dict[str, Role]:

@@ -38,7 +38,7 @@ class RandomStream:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
         self._outer: list[torch.Tensor] | None = None
-        with _forked(device):
+        with forked(device):
             torch.manual_seed(seed)
             self.states = random_states(device)
             """The stream's generator states while it is not entered; they may be set. Never changed in place."""
@@ -63,7 +63,8 @@ def cpu_seeds() -> Iterator[Callable[[int], object]]:
         yield torch.default_generator.manual_seed
 
 
-def _forked(device: torch.device) -> AbstractContextManager[None]:
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """A context that restores torch's default generators of the CPU and, on a GPU, of ``device``."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
@@ -97,7 +98,7 @@ def sharded_random() -> Iterator[None]:
         return
     with torch._C.DisableTorchFunction():  # not a draw of the model
         common = int(torch.randint(2**62, ()))
-    with _forked(device):
+    with forked(device):
         torch.manual_seed(derive_seed(common, rank))
         COMMON.append(itertools.count(common))
         try:
@@ -121,7 +122,7 @@ def replicated_random() -> Iterator[None]:
         with _within(False):
             yield
         return
-    with _forked(TENSOR_PLACES[-1][2]), _within(False):
+    with forked(TENSOR_PLACES[-1][2]), _within(False):
         torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield
 

@@ -311,6 +311,11 @@ class Engine:
         """
         return self._replicas.check()
 
+    @property
+    def replicas_found(self) -> list[Difference] | None:
+        """What the last :meth:`step` found in its comparison of replicas; None if it made none."""
+        return self._replicas.last
+
     def gradient_histogram(self) -> GradientHistogram:
         """The scaled gradients by exponent. Every rank calls it between ``forward_backward`` and ``step`` only."""
         self._window.check_unstepped()

@@ -15,18 +15,20 @@ within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from ..data.dataloader import shard_loaders
+from ..data.loader_position import ShardedLoader
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
-from ..optim.matrices.matrix_owners import exchange_matrices
+from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
 from .compute_context import Criterion
 from .engine import Engine
@@ -45,7 +47,51 @@ from .user_arguments import (
 )
 
 if TYPE_CHECKING:
+    from typing import Never, TypeAlias
+
     from torch.distributed.tensor.parallel import ParallelStyle
+    from typing_extensions import TypeVar
+
+    Model: TypeAlias = nn.Module | Callable[[], nn.Module]
+    GivenOptimizer: TypeAlias = Optimizers | Callable[[Parameters], Optimizers]
+    GivenScheduler: TypeAlias = Schedulers | Callable[[torch.optim.Optimizer], LRScheduler]
+    Plan: TypeAlias = Mapping[str, str | ParallelStyle]
+    Train = TypeVar("Train", default=Any)
+    Test = TypeVar("Test", default=Any)
+    # None where None is given: the result is then a loader or None. Where something else is given, it vanishes.
+    NoTrain = TypeVar("NoTrain", bound=None, default=Never)
+    NoTest = TypeVar("NoTest", bound=None, default=Never)
+    NoScheduler = TypeVar("NoScheduler", bound=None, default=Never)
+
+
+@overload
+def initialize(
+    model: Model,
+    optimizer: GivenOptimizer,
+    criterion: Criterion | None = ...,
+    train_dataloader: DataLoader[Train] | NoTrain = ...,
+    test_dataloader: DataLoader[Test] | NoTest = ...,
+    lr_scheduler: GivenScheduler | NoScheduler = ...,
+    *,
+    plan: Plan | None = ...,
+    algorithms: Sequence[Any] = ...,
+    context: ParallelContext | None = ...,
+) -> tuple[Engine, ShardedLoader[Train] | NoTrain, ShardedLoader[Test] | NoTest, Scheduler | NoScheduler]: ...
+
+
+@overload
+def initialize(
+    model: Model,
+    optimizer: GivenOptimizer,
+    criterion: Criterion | None = ...,
+    train_dataloader: Any = ...,
+    test_dataloader: Any = ...,
+    lr_scheduler: GivenScheduler | NoScheduler = ...,
+    *,
+    plan: Plan | None = ...,
+    algorithms: Sequence[Any] = ...,
+    context: ParallelContext | None = ...,
+) -> tuple[Engine, Any, Any, Scheduler | NoScheduler]: ...
 
 
 def initialize(
@@ -74,7 +120,8 @@ def initialize(
         context: the latest one that is open. None: that one.
 
     Returns:
-        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``; the scheduler wrapped in :class:`Scheduler`.
+        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``: a ``DataLoader`` as a
+        :class:`~paramp.data.loader_position.ShardedLoader`, the scheduler wrapped in :class:`Scheduler`.
 
     Raises:
         RuntimeError: no context is open.

@@ -78,9 +78,9 @@ class LoopRunner(BatchRunner):
         self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
     ) -> tuple[Any, Any, torch.Tensor | None]:
         """Run the next batch of ``data_iter``, as :meth:`Engine.execute_schedule` does."""
-        inputs, target = next_batch(data_iter, self._failure)
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
+        inputs, target = next_batch(data_iter, self._failure)
         totals = LossTotals(self._context) if forward_only and return_loss else None
         seen: Seen | None = [] if return_output_label else None
         with self._context.phase("evaluation" if forward_only else BATCH), torch.set_grad_enabled(not forward_only):

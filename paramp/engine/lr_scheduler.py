@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +24,10 @@ class Scheduler:
     scheduler; of several, ``schedulers``, the first one's. On a GPU the host does not wait for the decision of a step:
     the scheduler advances when the next step begins, or when one of its attributes is read.
     """
+
+    optimizer: torch.optim.Optimizer
+    base_lrs: list[float | torch.Tensor]
+    last_epoch: int
 
     def __init__(self, schedulers: Sequence[LRScheduler], engine: Engine) -> None:
         self._schedulers = tuple(schedulers)
@@ -85,10 +89,12 @@ class Scheduler:
         for scheduler, saved in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(saved)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # an incomplete copy has no attributes yet
-            raise AttributeError(name)
-        return getattr(self.schedulers[0], name)
+    if not TYPE_CHECKING:  # it would hide misspelled names; `schedulers` has what only one class of schedulers has
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):  # an incomplete copy has no attributes yet
+                raise AttributeError(name)
+            return getattr(self.schedulers[0], name)
 
 
 def build_schedulers(

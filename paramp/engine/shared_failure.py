@@ -24,6 +24,7 @@ from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.first_failure import SECONDS_OF_GRACE, is_lost_connection
+from ..scaling.decision import HostCopy
 
 expect("torch.distributed.distributed_c10d")
 
@@ -37,6 +38,7 @@ class SharedFailure:
 
     Attributes:
         is_alone: whether this rank has failed alone, while others wait for it.
+        num_failed: the sum of the flags of the last step, which is read in the next call if it is late.
         is_shared: whether failures are known only from a sum over ranks, or on a GPU; else they are raised at once.
     """
 
@@ -56,11 +58,8 @@ class SharedFailure:
         self.kind: str | None = None
         """What the losses of this window are on this rank, for an error if ranks differ."""
         self._published_kind: str | None = None
-        device = context.device
-        self._count = torch.zeros(1, dtype=torch.float64, pin_memory=device.type == "cuda")
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self._unread = False
-        self.is_shared = context.world_size > 1 or device.type == "cuda"
+        self.num_failed = HostCopy(1, torch.float64, context.device)
+        self.is_shared = context.world_size > 1 or self.num_failed.is_late
 
     def refuse(self) -> NoReturn:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
@@ -100,34 +99,23 @@ class SharedFailure:
         """1 if this rank failed, else 0; 1-dim float64 of one element, to be summed over all ranks."""
         return torch.full((1,), float(self._local_error is not None), dtype=torch.float64, device=self._context.device)
 
-    @property
-    def is_delayed(self) -> bool:
-        """Whether the sums of steps are read in the next call, so that the host does not wait for a GPU."""
-        return self._copied is not None
-
     def publish(self, num_failed: torch.Tensor, *, wait: bool = False) -> None:
         """Raise on every rank if the sum of the flags, 0-dim, is not 0.
 
         On a GPU, without ``wait``, the host does not wait for the sum: the next :meth:`check` raises.
         """
-        if self._context.world_size == 1 and self._copied is None:  # its failures were raised at once
+        if not self.is_shared:  # its failures were raised at once
             return
         self._published_kind = self.kind
-        if self._copied is None or wait:
-            if num_failed:
-                self._raise(self._found())
-            return
-        self._count.copy_(num_failed, non_blocking=True)
-        self._copied.record()
-        self._unread = True
+        if self.num_failed.is_late and not wait:
+            self.num_failed.start(num_failed)
+        elif num_failed:
+            self._raise(self._found())
 
     def check(self) -> None:
         """Raise on every rank if a published sum was not 0."""
-        if self._unread and self._copied is not None:
-            self._unread = False
-            self._copied.synchronize()
-            if self._count.item():
-                self._raise(self._found())
+        if self.num_failed.take():
+            self._raise(self._found())
 
     def _found(self) -> Exception | None:
         """The error of this rank, when the sum of all flags was not 0."""

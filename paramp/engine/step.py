@@ -15,12 +15,11 @@ import torch
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..optim.choose_step import Step, choose_step
-from ..optim.compiled.compiled_step import fused_step_for
-from ..optim.compiled.norm import is_in_torch_dispatch_mode, sums_for
+from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
-from ..scaling.decision import NUM_SUMS, StepDecision, decide
+from ..scaling.decision import NUM_SUMS, HostCopy, StepDecision, decide
 from ..scaling.local_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
 from .shared_failure import SharedFailure
@@ -103,8 +102,7 @@ class StepCounters:
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(self.SIZE, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(self.SIZE, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._on_host = HostCopy(self.SIZE, torch.int64, device)
 
     def add(self, skip: torch.Tensor, overflow: torch.Tensor, at_floor: torch.Tensor, vanished: torch.Tensor) -> None:
         """Count a step: skipped or not, for an overflow or not, with the loss scale at its floor or not; 0-dim bool.
@@ -114,7 +112,7 @@ class StepCounters:
         self._counts[2:4].mul_(overflow)
         self._counts[4:].mul_(vanished)
         self._counts += torch.stack([~skip, overflow, overflow, overflow & at_floor, vanished])
-        self._publish()
+        self._on_host.start(self._counts)
 
     @property
     def made(self) -> torch.Tensor:
@@ -125,13 +123,11 @@ class StepCounters:
         """Set the values to ``counts``, as :meth:`read` returned them; those missing at the end are 0."""
         rest = [0] * (self.SIZE - len(counts))
         self._counts.copy_(torch.tensor([*counts, *rest]))
-        self._publish()
+        self._on_host.start(self._counts)
 
     def read(self) -> list[int]:
         """The values after the last :meth:`add`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._copy.tolist()
+        return self._on_host.read()
 
     def skips(self) -> list[int]:
         """What tells whether training goes on: steps made, skipped, skipped in a row, and of these at the floor."""
@@ -159,12 +155,6 @@ class StepCounters:
                 "criterion returns beside its sum, and at the criterion, whose gradient may be 0",
                 stacklevel=2,
             )
-
-    def _publish(self) -> None:
-        # The copy to pinned memory is asynchronous: the host waits for its event in read(), and nowhere else.
-        self._copy.copy_(self._counts, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
 
 
 class OptimizerStep:

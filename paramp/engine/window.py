@@ -1,7 +1,7 @@
 """The accumulation window: the calls of ``forward_backward`` and of ``step()`` that end in one step, and its losses.
 
-It is a state machine. What may happen in a state, and what follows, is :data:`TRANSITIONS`; a text there is the error.
-A window ends after ``gradient_accumulation`` calls of ``step()``, or with fewer after
+It is a state machine: calls lead from one :class:`State` to another, and :data:`REFUSED` has the errors of those that
+do not. A window ends after ``gradient_accumulation`` calls of ``step()``, or with fewer after
 :meth:`AccumulationWindow.shorten`.
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
@@ -31,6 +31,7 @@ from . import user_backward
 from .compute_context import Loss
 from .loss_counts import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
+from .unstepped_batches import UnsteppedBatches
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -107,7 +108,7 @@ class WindowLosses:
             self.unit.choose(loss, self.size)
         value, parts = self.split(loss)
         self.totals.add_(parts)
-        scaled = self._scaler.scale(value)
+        scaled = super(DistributedGradScaler, self._scaler).scale(value)  # ours also notes the call, for diagnose()
         return scaled / self.size if self.size > 1 else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +144,7 @@ class WindowLosses:
             if totals is None:
                 failures = failures + mixes_kinds(*summed[1:4])
         # The host would wait for the backward here. The step's own sum has the failure too, and its next call raises.
-        if self.failure.is_shared and (totals is not None or not self.failure.is_delayed):
+        if self.failure.is_shared and (totals is not None or not self.failure.num_failed.is_late):
             self.failure.publish(failures, wait=True)
         return (summed[0] / summed[1]).float()
 
@@ -152,29 +153,18 @@ class State(enum.Enum):
     """What the gradients are."""
 
     EMPTY = enum.auto()
-    """There are none."""
+    """There are none: they were dropped."""
     OPEN = enum.auto()
     """Of backwards since the last call of ``step()``."""
     CALLED = enum.auto()
-    """Of earlier calls of ``step()`` only, which have not ended the window."""
+    """Of earlier calls of ``step()`` only, which have not ended the window. The next call needs new ones, or some that
+    were changed by hand (:data:`NO_BACKWARD`), as in EMPTY and STEPPED."""
     STEPPED = enum.auto()
     """A step has used them."""
     BROKEN = enum.auto()
-    """A batch failed and left a part of its gradients."""
+    """A batch failed, and may have left a part of its gradients."""
     AVERAGED = enum.auto()
-    """The model has averaged weights, for evaluations."""
-
-
-class Event(enum.Enum):
-    """What changes a window."""
-
-    BACKWARD = enum.auto()
-    CALL = enum.auto()
-    """A call of ``step()`` that does not end the window; :attr:`STEP` does."""
-    STEP = enum.auto()
-    BREAK = enum.auto()
-    """A batch fails, and may leave a part of its gradients."""
-    DROP = enum.auto()
+    """The model has averaged weights, for evaluations. Failures and drops do not end this state."""
 
 
 INCOMPLETE = (
@@ -189,21 +179,10 @@ NO_BACKWARD = (
     "step(): no backward since the last step, so there are no gradients to step with; call "
     "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
 )
-_USUAL: Mapping[Event, State | str] = {
-    Event.BACKWARD: State.OPEN,
-    Event.CALL: State.CALLED,
-    Event.STEP: State.STEPPED,
-    Event.BREAK: State.BROKEN,
-    Event.DROP: State.EMPTY,
-}
-_TRAINING = Event.BACKWARD, Event.CALL, Event.STEP
-TRANSITIONS: Mapping[State, Mapping[Event, State | str]] = {
-    **dict.fromkeys((State.EMPTY, State.OPEN, State.CALLED, State.STEPPED), _USUAL),
-    State.BROKEN: {**_USUAL, **dict.fromkeys(_TRAINING, INCOMPLETE)},
-    State.AVERAGED: {Event.BREAK: State.AVERAGED, Event.DROP: State.AVERAGED, **dict.fromkeys(_TRAINING, APPLIED)},
-}
-"""What follows each event in each state. In a state without new gradients, a call of ``step()`` needs some that were
-changed by hand (:data:`NO_BACKWARD`)."""
+TRAINING = State.OPEN, State.CALLED, State.STEPPED
+"""The states that a backward, a call of ``step()`` and a step lead to."""
+REFUSED: Mapping[State, str] = {State.BROKEN: INCOMPLETE, State.AVERAGED: APPLIED}
+"""Why none of these leads to its state from another one."""
 
 
 class AccumulationWindow:
@@ -236,20 +215,24 @@ class AccumulationWindow:
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
+        self._unstepped = UnsteppedBatches(context.is_main)
 
-    def _go(self, event: Event) -> None:
-        target = TRANSITIONS[self.state][event]
-        if isinstance(target, str):
-            raise RuntimeError(target)
-        self.state = target
+    def _go(self, state: State) -> None:
+        """Enter ``state``; a RuntimeError if the present one refuses that."""
+        if state in TRAINING and self.state in REFUSED:
+            raise RuntimeError(REFUSED[self.state])
+        if self.state is not State.AVERAGED:
+            self.state = state
 
     def begin_backward(self, batch: Batch | None) -> None:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         if self.state is not State.AVERAGED:
             self._check_foreign_backward()
+        if self.state is State.OPEN or not self._unstepped.stepped:
+            self._unstepped.begin_batch(self.state is State.OPEN and batch is not None and self._accumulation == 1)
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
-        self._go(Event.BACKWARD)
+        self._go(State.OPEN)
         self.batches.add(batch)
         self._gradients.begin_window()
 
@@ -264,7 +247,7 @@ class AccumulationWindow:
         A backward since the last call counts as a call.
         """
         if self.state is State.AVERAGED and self._before not in (State.EMPTY, State.STEPPED):
-            self._go(Event.STEP)  # raises
+            self._go(State.STEPPED)  # raises
         if self.state is State.CALLED:
             self._num_calls -= 1  # the last call is made again, as the window's last
             self.state = State.OPEN
@@ -279,7 +262,7 @@ class AccumulationWindow:
         Raises:
             RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
         """
-        event = Event.STEP if self._num_calls + 1 >= self._length else Event.CALL
+        state = State.STEPPED if self._num_calls + 1 >= self._length else State.CALLED
         if self.state is not State.AVERAGED:
             with self.failing():
                 if self._failure.is_shared:
@@ -287,9 +270,10 @@ class AccumulationWindow:
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
-        self._go(event)
+        self._go(state)
         self._num_calls += 1
-        if event is Event.CALL:
+        self._unstepped.stepped = True
+        if state is State.CALLED:
             self._gradients.snapshot()
             return False
         self.mean_factor, self._length = self._accumulation / self._length, self._accumulation
@@ -315,13 +299,14 @@ class AccumulationWindow:
         if self._num_calls == 0 or self._failed:
             # After a step, an overflow is that of a forward since then, whose backward is still to come.
             state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
+            self._unstepped.dropped += self.state is State.OPEN
             self._gradients.drop(overflow=state is not State.STEPPED)
             self.losses.restart()
             self.batches.drop()
             self._num_calls, self._length = 0, self._accumulation
             self._failed = self.foreign.accumulated = False
             self._before = State.EMPTY
-            self._go(Event.DROP)
+            self._go(State.EMPTY)
 
     def restart(self) -> None:
         """Drop losses and gradients, also of an unfinished window."""
@@ -338,7 +323,7 @@ class AccumulationWindow:
             if incomplete:
                 if self.state not in (State.BROKEN, State.AVERAGED):
                     self._before = self.state
-                self._go(Event.BREAK)
+                self._go(State.BROKEN)
             raise
 
     @contextmanager

@@ -236,7 +236,7 @@ class MicrochunkGradients(GradientReduction):
                     "part of the gradient; use it behind the rowwise layer, or leave these layers out of the plan"
                 )
 
-    def outside_buffers(self) -> Iterator[tuple[torch.Tensor, float]]:
+    def begin_look(self) -> Iterator[tuple[torch.Tensor, float]]:
         """Those of tied uses."""
         taps = chain(*self._taps.values())
         return ((tap.window, tap.param.norm_weight) for tap in taps if tap.window is not None)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import sizes
-from ..base.collectives import all_gather_shards, all_reduce_
+from ..base.collectives import all_gather_single, all_reduce_
 from ..base.torch_internals import expect
 
 expect("torch._foreach_add_")
@@ -85,7 +85,7 @@ def gathered(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.T
         return [own]
     size = group.size()
     whole = own.new_empty(size * own.numel())
-    all_gather_shards(whole, own.contiguous().view(-1), group)
+    all_gather_single(whole, own.contiguous().view(-1), group=group)
     return list(whole.view(size, *own.shape))
 
 
@@ -110,7 +110,7 @@ def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     assert count % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
     rest = own.numel() % group.size()
     for part in own[: own.numel() - rest].split(count):
-        all_gather_shards(part, own_slice_of_sum(part, group, 0), group)
+        all_gather_single(part, own_slice_of_sum(part, group, 0), group=group)
     if rest:
         own[-rest:].copy_(sum_over(own[-rest:], group))
 

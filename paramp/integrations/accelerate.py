@@ -16,8 +16,10 @@ lost by pickles and bound to the original by copies, and the new properties need
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -72,7 +74,19 @@ def adopt(accelerator: Any) -> Any:
     mode = _mode(accelerator)
     accelerator.__class__ = _combined(AdoptedAccelerator, accelerator.__class__)
     accelerator._take_over(mode)
+    _end_group_at_exit()
     return accelerator
+
+
+@functools.cache
+def _end_group_at_exit() -> None:
+    """End the process group, which Accelerate leaves open, with the process; not after an error: ranks may be in it."""
+
+    def end() -> None:
+        if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
+            torch.distributed.destroy_process_group()
+
+    atexit.register(end)
 
 
 class _Adopted:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
 from ..optim.flat_weights import FlatWeights
 from ..scaling.grad_norm import norm_weight
-from .loops_without_engine import agreed_call, checked_scale
+from .loops_without_engine import agreed_context, checked_scale
 
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the smallest subnormal and of the largest float64."""
@@ -85,9 +86,9 @@ class GradientHistogram:
             f"{self.underflow:.2%} underflow, headroom 2**{self.headroom:.1f}{bad}"
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write all values to a file, as JSON; a headroom of inf is null."""
-        values = {
+    def as_json(self) -> dict[str, Any]:
+        """All values as plain ones; a headroom of inf is None."""
+        return {
             "counts": {str(exponent): count for exponent, count in sorted(self.counts.items())},
             "zeros": self.zeros,
             "non_finite": self.non_finite,
@@ -97,7 +98,10 @@ class GradientHistogram:
             "underflow": self.underflow,
             "headroom": self.headroom if math.isfinite(self.headroom) else None,
         }
-        user_path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def save(self, path: str | Path) -> None:
+        """Write all values to a file, as JSON."""
+        user_path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
@@ -137,7 +141,7 @@ def gradient_histogram(
             raise ConfigError(f"dtype: got {dtype!r}, expected a floating-point dtype, such as torch.float16")
         return model, {"scale": checked_scale(scale), "dtype": str(dtype)}
 
-    context = agreed_call("gradient_histogram", context, check)
+    context = agreed_context("gradient_histogram", context, check)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     device = context.device if context else next((one.device for one in parameters), torch.device("cpu"))
     pairs = ((_in_placements(parameter), norm_weight(parameter, context)) for parameter in parameters)

@@ -18,10 +18,10 @@ from torch import nn
 
 from ..base.collectives import sum_
 from ..base.dtensor import local
-from ..base.errors import ConfigError, require
+from ..base.errors import require
 from ..base.wrapped_models import is_compiled, is_ddp, is_unit, unwrapped
 from ..config.schema import Config
-from ..distributed.agreement import agree_on_call
+from ..distributed.agreement import Call, agreed_call
 from ..distributed.context import ParallelContext, required_context
 from ..parallel.fsdp.fsdp2_internals import drop_gradients, gathered, groups, held, reset
 from ..pipeline.joined_stages import Joined
@@ -29,7 +29,7 @@ from ..pipeline.stage import Stage, Stages
 from ..scaling.gradient_placements import align_gradients
 
 
-def agreed_call(
+def agreed_context(
     function: str,
     context: ParallelContext | None,
     check: Callable[[ParallelContext | None], tuple[nn.Module, Mapping[str, Any]]],
@@ -44,21 +44,15 @@ def agreed_call(
         ValueError: on every rank: a rank has wrong arguments, or others than another rank.
         LaunchError: a rank did not call in time.
     """
-    problem, settings, model, place = None, {}, "", None
-    try:
-        context = required_context(function, context)
-        module, found = check(context)
-        settings, model = dict(found), _description(module)
-        own = () if context is None else (*context.axes_of("stage"), *context.axes_of("expert"))
-        place = None if context is None else [context.coordinates[name] for name in own]
-    except ValueError as error:
-        problem = error
-    different = ""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        text = None if problem is None else str(problem)
-        different = agree_on_call(function, text, settings, place, model)
-    if problem is not None or different:
-        raise problem or ConfigError(different)
+
+    def checked() -> tuple[tuple[nn.Module, ParallelContext | None], Call]:
+        known = required_context(function, context)
+        module, settings = check(known)
+        names = () if known is None else (*known.axes_of("stage"), *known.axes_of("expert"))
+        place = None if known is None else [known.coordinates[name] for name in names]
+        return (module, known), Call(settings, place, _description(module))
+
+    module, context = agreed_call(function, checked)
     for unit in filter(is_unit, module.modules()):
         unit.reshard()  # type: ignore[operator]  # after an evaluation, units may have their gathered copies still
     return context

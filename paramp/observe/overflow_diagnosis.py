@@ -16,7 +16,7 @@ from ..base.errors import ConfigError, TrainingDiverged
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
-from .loops_without_engine import OwnModel, agreed_call, checked_scale
+from .loops_without_engine import OwnModel, agreed_context, checked_scale
 from .overflow_record import RecordedBatch, WindowRecord, record_batch
 from .overflow_trace import Tracer, owner_of
 
@@ -169,7 +169,7 @@ def trace_overflow(
         recorded.extend(_checked_batches(loss, batches, context))
         return model, {"scale": checked_scale(scale), "number of batches": len(recorded)}
 
-    context = agreed_call("trace_overflow", context, check)
+    context = agreed_context("trace_overflow", context, check)
     stages = OwnModel(model, context)
     window = WindowRecord(stages, torch.device("cuda" if len(recorded[0].random) > 1 else "cpu"))
     window.calls = [one._replace(number=number) for number, one in enumerate(recorded)]

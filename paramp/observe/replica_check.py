@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.collectives import all_gather_shards, broadcast_, gather_objects
+from ..base.collectives import all_gather_single, broadcast_, gather_objects
 from ..base.dtensor import local
 from ..base.errors import ReplicaDrift, require
 from ..base.wrapped_models import unwrapped
@@ -31,7 +31,7 @@ from ..optim.flat_weights import FlatWeights
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replica_counts import TiedParameter
 from .bit_hash import hash_bits
-from .loops_without_engine import agreed_call
+from .loops_without_engine import agreed_context
 from .overflow_record import WindowRecord
 from .same_data import NAMED, different_data, listed
 
@@ -118,7 +118,7 @@ def check_replicas(
         require(scaler is None or is_scaler, "scaler", scaler, "a paramp.DistributedGradScaler, or None")
         return module, {"optimizer": optimizer is not None, "scaler": scaler is not None}
 
-    context = agreed_call("check_replicas", context, check)
+    context = agreed_context("check_replicas", context, check)
     if context is None:
         return []
     return Replicas(unwrapped(module), optimizer, context.ties, scaler, None, context).check()
@@ -148,6 +148,8 @@ class Replicas:
         self._names = tuple(context.roles)
         self._columns: list[Column] | None = None
         self._num_steps = 0  # made or skipped
+        self.last: list[Difference] | None = None
+        """What :meth:`check_in_turn` found after the last step; None if it did not compare then."""
         self.every = context.config.check_replicas_every
         compared = [] if scaler is None else [_Compared(SCALE, "", self._group(self._names), scaler.tensors)]
         of_weights = self._of_weights(module, ties)
@@ -191,16 +193,19 @@ class Replicas:
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
         a matrix that is stepped whole, one tensor rank has the state.
         """
-        for param, _, buffer in flat.pairs():
+        for param in flat.params:
+            if param.stepped is None:
+                continue
+            buffer = param.buffer
             group, tie = self._group_of_stepped(of_weights[param.name], partitioned=buffer.num_parts > 1)
             averages = [] if buffer.average is None else [(AVERAGE, buffer.average)]
             for kind, stored in [*((MASTER, master) for master in buffer.masters.state), *averages]:
-                values = stored[buffer.own_range(param)]
+                values = stored[param.own_range]
                 yield _Compared(kind, param.name, group, partial(list, (values,)), tie)
         for weights in flat.by_optimizer:
-            for param, stepped, buffer in weights.pairs():
+            for param, stepped in weights.pairs():
                 weight, owned = of_weights[param.name], weights.exchange is not None
-                group, tie = self._group_of_stepped(weight, partitioned=buffer.num_parts > 1, owned=owned)
+                group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, owned=owned)
                 yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
 
     def _group_of_stepped(
@@ -235,7 +240,7 @@ class Replicas:
         places = [columns.index(each.column) for each in self._compared]  # none, where a stage has no replicas
         sums.index_add_(0, torch.tensor(places, dtype=torch.int64, device=device), hashes)
         table = sums.new_empty(self._context.world_size, len(columns))
-        all_gather_shards(table.view(-1), sums)
+        all_gather_single(table.view(-1), sums)
         suspects: list[tuple[Column, tuple[int, ...]]] = []  # with the ranks of a group that differ
         for column, values in zip(columns, table.cpu().T, strict=True):
             groups = self._context.ranks_along(column[1].axes, column[1].stages)
@@ -285,7 +290,8 @@ class Replicas:
             ReplicaDrift: there is a difference, and ``repair_replicas`` is not set; the same message on every rank.
         """
         self._num_steps += 1
-        if self._num_steps % every or not (differences := self.check()):
+        self.last = None if self._num_steps % every else self.check()
+        if not (differences := self.last):
             return
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
@@ -297,7 +303,8 @@ class Replicas:
             raise ReplicaDrift(
                 f"replicas: {reported}. Replicas have diverged: check memory and kernels of the ranks that "
                 "differ, and code that changes weights on some ranks only; continue from a checkpoint, or set "
-                "repair_replicas to copy the lowest rank's values"
+                "repair_replicas to copy the lowest rank's values",
+                differences,
             )
         self.repair(differences)
         if self._context.is_main:

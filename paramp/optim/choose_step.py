@@ -81,8 +81,8 @@ class PlainStep:
         if bool(found_inf):
             self._weights.changes.postpone()
             return
-        for param, stepped, buffer in self._weights.pairs():
-            gradient = buffer.gradients[buffer.flat_range(param)].view(stepped.shape)
+        for param, stepped in self._weights.pairs():
+            gradient = param.stepped_gradient.view(stepped.shape)
             if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
                 gradient.div_(grad_scale)
             else:  # in half precision the scale may overflow
@@ -96,7 +96,7 @@ class PlainStep:
             self._follow_changes()
         with self._state:
             self._optimizer.step()
-        for param, stepped, _ in self._weights.pairs():
+        for param, stepped in self._weights.pairs():
             if stepped is not param.parameter:
                 stepped.grad = None
         self._weights.write_back()

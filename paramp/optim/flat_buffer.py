@@ -52,10 +52,15 @@ class FlatParam:
     """The weight of one element in a sum over the world: 1 / the number of ranks that count it."""
     reserved: int = 0
     """The elements that it takes in its buffer at least: FSDP2 pads shards to one size; the padding is zero."""
+    buffer: Buffer = field(init=False, repr=False)
+    """Where it is stored."""
     start: int = field(init=False, default=0)
     """Its offset in its buffer, in elements."""
     own: tuple[int, int] = field(init=False, default=(0, 0))
     """The slice of the parameter, flattened, that this rank steps: all of it without ZeRO."""
+    stepped: nn.Parameter | None = field(init=False, default=None)
+    """The tensor that the optimizer steps in its place: plain and local, with ZeRO this rank's part, 1-dim (0-dim for a
+    0-dim parameter). None if this rank has no element of it."""
     gradient: torch.Tensor | None = field(init=False, default=None)
     """The view of the buffer's gradients for ``parameter.grad``; a DTensor if the parameter is one. None before the
     gradients are allocated."""
@@ -73,6 +78,21 @@ class FlatParam:
     def local_gradient(self) -> torch.Tensor:
         assert self.gradient is not None
         return local(self.gradient)
+
+    @property
+    def flat_range(self) -> slice:
+        """The range, in the whole buffer, of what this rank steps."""
+        return slice(self.start + self.own[0], self.start + self.own[1])
+
+    @property
+    def own_range(self) -> slice:
+        """The range of the same part, relative to this rank's part of the buffer, as its masters expect."""
+        return slice(self.flat_range.start - self.buffer.own_start, self.flat_range.stop - self.buffer.own_start)
+
+    @property
+    def stepped_gradient(self) -> torch.Tensor:
+        """The gradient of what this rank steps, 1-dim, in the buffer."""
+        return self.buffer.gradients[self.flat_range]
 
     @property
     def version(self) -> int:
@@ -100,7 +120,8 @@ class Buffer:
         self.num_parts = num_parts
         stop = 0
         for param in params:
-            param.start, stop = stop, stop + aligned(max(param.size, param.reserved))
+            param.buffer, param.start = self, stop
+            stop += aligned(max(param.size, param.reserved))
         # A multiple of the norm's blocks, so that the norm has the same bits for any number of ranks.
         self.own_size = aligned(-(-stop // num_parts), NORM_BLOCK)
         self.own_start = part * self.own_size
@@ -138,7 +159,7 @@ class Buffer:
         The bits are a function of a word, as :class:`~paramp.precision.stochastic_rounding.BitStream` has them.
         """
         for param in self.params:
-            held = self.own_range(param)
+            held = param.own_range
             start, stop = max(held.start, own.start), min(held.stop, own.stop)
             if start < stop:
                 assert param.bits is not None
@@ -162,14 +183,6 @@ class Buffer:
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``flat``, 1-dim and as long as the weights."""
         return flat[self.own_start : self.own_start + self.own_size]
-
-    def flat_range(self, param: FlatParam) -> slice:
-        """The range, in the whole buffer, of the part of ``param`` that this rank steps."""
-        return slice(param.start + param.own[0], param.start + param.own[1])
-
-    def own_range(self, param: FlatParam) -> slice:
-        """The range of the same part, relative to this rank's part of the buffer, as :attr:`masters` expects."""
-        return slice(param.start + param.own[0] - self.own_start, param.start + param.own[1] - self.own_start)
 
 
 def whole_index(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:

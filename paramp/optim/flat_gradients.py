@@ -90,8 +90,8 @@ class GradientReduction:
             dtype = self._context.config.precision.reduce_dtypes.pp
             sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)
 
-    def outside_buffers(self) -> Iterable[tuple[torch.Tensor, float]]:
-        """Gradients that are not in their buffers yet, and their norm weights; before those are looked at."""
+    def begin_look(self) -> Iterable[tuple[torch.Tensor, float]]:
+        """The buffers are looked at before a step. Returns the gradients outside of them, and their norm weights."""
         return ()
 
 
@@ -125,7 +125,6 @@ class FlatGradients:
         self.overflow = torch.zeros((), device=context.device)
         self.fail: Callable[[Exception], None] = _raise
         self.before_batch: Callable[[], object] = lambda: None
-        self._buffer_of = {param: buffer for buffer in buffers for param in buffer.params}
         self._for_norm: tuple[list[torch.Tensor], list[float]] = [], []  # once they are allocated
         self._frozen = frozen
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
@@ -202,8 +201,7 @@ class FlatGradients:
                 buffer.make_gradients()
             self._views = [param.gradient for param in self.params]
             self._local_views = [param.local_gradient for param in self.params]
-            places = [self._buffer_of[param] for param in self.params]
-            weights = [buffer.view(buffer.weights, param) for param, buffer in zip(self.params, places, strict=True)]
+            weights = [param.buffer.view(param.buffer.weights, param) for param in self.params]
             self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
             parts = [(part, one.norm_weight) for one in step_ranges(self.buffers) for part in one.in_blocks()]
             self._for_norm = [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
@@ -350,7 +348,7 @@ class FlatGradients:
     def for_zero_count(self) -> tuple[list[torch.Tensor], list[float]]:
         """As :meth:`for_norm`, but one slice for each parameter, without the padding between them."""
         params = [param for param in self.params if param.own[0] < param.own[1]]
-        return [self.stepped_part(param) for param in params], [param.norm_weight for param in params]
+        return [param.stepped_gradient for param in params], [param.norm_weight for param in params]
 
     def before_reduction(self) -> Iterator[tuple[torch.Tensor, float]]:
         """Each gradient that this rank has before a step, unreduced, and its norm weight.
@@ -358,21 +356,16 @@ class FlatGradients:
         In sums over the world each element of the logical model counts once: as the average over data ranks, or under
         ZeRO with the value on the rank that steps it.
         """
-        elsewhere = self.reduction.outside_buffers()
+        elsewhere = self.reduction.begin_look()
         for param in self.params:
             gradient = param.parameter.grad
             if gradient is not param.gradient:
                 if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
-                    num_parts = self._buffer_of[param].num_parts
+                    num_parts = param.buffer.num_parts
                     yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
             elif param.version != self.zeros[param] and param.own[0] < param.own[1]:
-                yield self.stepped_part(param), param.norm_weight
+                yield param.stepped_gradient, param.norm_weight
         yield from elsewhere
-
-    def stepped_part(self, param: FlatParam) -> torch.Tensor:
-        """The gradient of what this rank steps of ``param``, 1-dim, in its buffer."""
-        buffer = self._buffer_of[param]
-        return buffer.gradients[buffer.flat_range(param)]
 
 
 def _raise(error: Exception) -> None:

@@ -24,10 +24,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..base.collectives import all_gather_shards
+from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import trained_and_frozen
 from ..distributed.context import ParallelContext
@@ -52,10 +51,7 @@ class FlatWeights:
     """The trained parameters of one rank, and the tensors that the optimizer steps in their place.
 
     Attributes:
-        params: one for each parameter, in the model's order.
-        names, parameters: the model's own, with the whole model's names.
-        stepped: the tensors that the optimizer steps, in the same order; plain and local. Under ZeRO each is this
-            rank's part, 1-dim (0-dim for a 0-dim parameter). None if this rank has no element of the parameter.
+        params: one for each parameter, in the model's order, with the whole model's names.
         buffers: the flat buffers that hold the parameters.
         changes: whether weights were changed in place, so that masters have to follow.
         gradients: the gradients of the parameters, from the backward to the step.
@@ -99,18 +95,14 @@ class FlatWeights:
             )
             for name, one in trained
         ]
-        self.names = [param.name for param in self.params]
-        self.parameters = [param.parameter for param in self.params]
         part = context.batch_axis.rank if self.is_partitioned else 0
         self.buffers: list[Buffer] = []
-        stepped: dict[FlatParam, nn.Parameter | None] = {}
         for params in _bucketed(self.params):
             buffer = Buffer(params, stored, num_parts, part)
             self.buffers.append(buffer)
             # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
-            stepped |= {param: _move(param, buffer, originals.pop(param.name, None)) for param in params}
-        self.stepped = [stepped[param] for param in self.params]
-        self._buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
+            for param in params:
+                param.stepped = _move(param, originals.pop(param.name, None))
         self._units = units
         if units is not None:
             units.use_memory(self._memory())
@@ -128,12 +120,6 @@ class FlatWeights:
     def device(self) -> torch.device:
         return self._context.device
 
-    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
-        """(parameter, stepped tensor, buffer) of each parameter of which this rank has a master, or a part of it."""
-        for param, stepped in zip(self.params, self.stepped, strict=True):
-            if stepped is not None:
-                yield param, stepped, self._buffer_of[param]
-
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the stepped masters to the weights, and send these to the ranks that do not step them."""
@@ -148,15 +134,15 @@ class FlatWeights:
     @torch.no_grad()
     def gather_weights(self) -> None:
         """Under ZeRO, all-gather the stepped weights over data ranks."""
-        gather_weights(self.buffers, self._context.batch_axis.group)
+        for weights in self.by_optimizer:
+            weights.gather_weights()
 
     def exact(self, param: FlatParam) -> torch.Tensor:
         """The part of ``param`` that this rank steps, 1-dim: of its master if it has one, else of the weight.
 
         It shares storage with the stepped tensor, except for masters stored as remainders, which are a new tensor.
         """
-        buffer = self._buffer_of[param]
-        return buffer.masters.read(buffer.own_range(param))
+        return param.buffer.masters.read(param.own_range)
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[FlatParam, torch.Tensor]) -> None:
@@ -165,8 +151,7 @@ class FlatWeights:
         Under ZeRO every data rank has to call it.
         """
         for param, master in masters.items():
-            buffer = self._buffer_of[param]
-            buffer.masters.write(buffer.own_range(param), master)
+            param.buffer.masters.write(param.own_range, master)
         self.gather_weights()
 
     @torch.no_grad()
@@ -174,8 +159,7 @@ class FlatWeights:
         """Update the masters of those ``weights`` whose values were changed by a load."""
         for param in map(self._param_of.get, weights):
             if param is not None:
-                buffer = self._buffer_of[param]
-                buffer.masters.follow_load(buffer.own_range(param))
+                param.buffer.masters.follow_load(param.own_range)
 
     def _follow_replaced(self, replaced: Sequence[nn.Parameter]) -> None:
         """Follow parameters that were put back into the model with the values of their replacements."""
@@ -185,7 +169,7 @@ class FlatWeights:
 
     def _memory(self) -> dict[nn.Parameter, torch.Tensor]:
         """The memory of each parameter, with its padding."""
-        return {param.parameter: buffer.memory(param) for param, buffer in self._buffer_of.items()}
+        return {param.parameter: param.buffer.memory(param) for param in self.params}
 
     @torch.no_grad()
     def full_precision(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
@@ -212,7 +196,7 @@ class FlatWeights:
             return own
         whole = torch.empty_like(buffer.weights, dtype=own.dtype)
         buffer.own(whole).copy_(own)
-        all_gather_shards(whole, buffer.own(whole), self._context.batch_axis.group)
+        all_gather_single(whole, buffer.own(whole), group=self._context.batch_axis.group)
         return whole
 
 
@@ -237,7 +221,6 @@ class OptimizerWeights:
         self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
         self.is_partitioned = weights.is_partitioned
-        self._pairs = [pair for pair in weights.pairs() if pair[0].optimizer == index]
         self._context = context
 
     @property
@@ -250,26 +233,23 @@ class OptimizerWeights:
 
     def random_bits(self) -> dict[nn.Parameter, Callable[[int], torch.Tensor]]:
         """For each tensor that the optimizer steps the random bits of its elements, as a function of a word."""
-        return {stepped: partial(self._bits, param, buffer) for param, stepped, buffer in self.pairs()}
+        return {stepped: partial(self._bits, param) for param, stepped in self.pairs()}
 
-    def _bits(self, param: FlatParam, buffer: Buffer, word: int) -> torch.Tensor:
+    def _bits(self, param: FlatParam, word: int) -> torch.Tensor:
         if self.exchange is None:
-            return next(buffer.random_bits(buffer.own_range(param)))[1](word)
+            return next(param.buffer.random_bits(param.own_range))[1](word)
         assert param.bits is not None
         return param.bits(torch.arange(param.parameter.numel(), device=self.device), word)
 
-    def pairs(self) -> Iterator[tuple[FlatParam, nn.Parameter, Buffer]]:
-        """(parameter, stepped tensor, buffer) of each parameter of which this rank steps a part or all."""
-        if self.exchange is None:
-            yield from self._pairs
-        else:
-            buffer_of = {param: buffer for buffer in self.buffers for param in buffer.params}
-            for param, whole in self.exchange.owned.items():
-                yield param, whole, buffer_of[param]
+    def pairs(self) -> Iterable[tuple[FlatParam, nn.Parameter]]:
+        """(parameter, tensor that is stepped in its place) of each parameter of which this rank steps a part or all."""
+        if self.exchange is not None:
+            return self.exchange.owned.items()
+        return ((param, param.stepped) for param in self.params if param.stepped is not None)
 
     def by_name(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer steps on this rank, by the whole model's names."""
-        return {param.name: stepped for param, stepped, _ in self.pairs()}
+        return {param.name: stepped for param, stepped in self.pairs()}
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -281,15 +261,10 @@ class OptimizerWeights:
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Under ZeRO, all-gather the stepped weights over data ranks."""
-        gather_weights(self.buffers, self._context.batch_axis.group)
-
-
-def gather_weights(buffers: Iterable[Buffer], group: dist.ProcessGroup) -> None:
-    """All-gather the stepped weights over ``group``: one all-gather for each buffer."""
-    for buffer in buffers:
-        if buffer.num_parts > 1:
-            all_gather_shards(buffer.weights, buffer.own(buffer.weights), group)
+        """Under ZeRO, all-gather the stepped weights over data ranks: one all-gather for each buffer."""
+        for buffer in self.buffers:
+            if buffer.num_parts > 1:
+                all_gather_single(buffer.weights, buffer.own(buffer.weights), group=self._context.batch_axis.group)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
@@ -304,19 +279,20 @@ def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
 
 
 @torch.no_grad()
-def _move(param: FlatParam, buffer: Buffer, original: torch.Tensor | None) -> nn.Parameter | None:
-    """Move a parameter into ``buffer``; its master starts as ``original``, its local part before rounding, if not None.
+def _move(param: FlatParam, original: torch.Tensor | None) -> nn.Parameter | None:
+    """Move a parameter into its buffer; its master starts as ``original``, its local part before rounding, if not None.
 
     Returns:
         The tensor that the optimizer steps in its place; None if only other ranks step it.
     """
-    parameter, weight = param.parameter, buffer.view(buffer.weights, param)
+    parameter, buffer = param.parameter, param.buffer
+    weight = buffer.view(buffer.weights, param)
     weight.copy_(local(parameter))
     if is_dtensor(parameter):
         parameter._local_tensor = weight
     else:
         parameter.data = weight
-    own, masters = buffer.own_range(param), buffer.masters
+    own, masters = param.own_range, buffer.masters
     masters.write(own, (weight if original is None else original).reshape(-1)[slice(*param.own)])
     if param.own[0] == param.own[1]:
         return None

@@ -287,11 +287,11 @@ class FusedStep:
         for group in self._optimizer.param_groups:
             names = self._kernel.states(group)
             held = {id(tensor) for tensor in group["params"]}
-            for param, stepped, buffer in self._weights.pairs():
+            for param, stepped in self._weights.pairs():
                 if id(stepped) not in held:
                     continue
-                own = buffer.own_range(param)
-                state = {name: self._state[buffer][name][own].view(stepped.shape) for name in names}
+                buffer_state = self._state[param.buffer]
+                state = {name: buffer_state[name][param.own_range].view(stepped.shape) for name in names}
                 if self._kernel.counts_steps:
                     state["step"] = self._step_of[param]
                 if state:
@@ -310,7 +310,7 @@ class FusedStep:
                 saved[id(stepped)] = self._loading["state"].get(key, {})
         self._loading = None
         self._hand_over_state()
-        for _, stepped, _ in self._weights.pairs():
+        for _, stepped in self._weights.pairs():
             for name, value in optimizer.state.get(stepped, {}).items():
                 found = saved.get(id(stepped), {}).get(name)
                 if found is None:  # saved before its first step

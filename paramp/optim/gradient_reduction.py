@@ -212,10 +212,10 @@ class UnitReduction(GradientReduction):
         self._note_changes()
         return [param for param in self._params if param.parameter not in self._arrived]
 
-    def outside_buffers(self) -> tuple[()]:
-        """None; but what did not arrive on any rank is not looked at."""
+    def begin_look(self) -> tuple[()]:
+        """As in the base class. What did not arrive on any rank counts as zero, so that it is not looked at."""
         self._note_changes()
         for param in self._params:
-            if param.parameter not in self._arrived and not bool(self._gradients.stepped_part(param).any()):
+            if param.parameter not in self._arrived and not bool(param.stepped_gradient.any()):
                 self._zeros[param] = param.version
         return ()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.collectives import equal_everywhere, gather_objects
+from ..base.collectives import gather_different
 from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
 from ..base.errors import ConfigError
@@ -235,8 +235,7 @@ def check_compiler(options: Mapping[str, Any] | None, context: ParallelContext) 
     backend = None if options is None else options.get("backend", DEFAULT)
     is_default = getattr(backend, "compiler_name", backend) == DEFAULT
     reason = why_not_inductor(context.device.type, {}) if is_default else None
-    # Every rank takes part: a model may come compiled on some ranks only. A gathering from thousands takes seconds.
-    reasons = [reason] if equal_everywhere(reason, context.device) else gather_objects(reason)
-    for rank, missing in enumerate(reasons):
+    # Every rank takes part: a model may come compiled on some ranks only.
+    for rank, missing in enumerate(gather_different(reason, context.device)):
         if missing is not None:
             raise ConfigError(f"compile: on rank {rank} {missing}; {INSTALL}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.collectives import equal_everywhere, gather_objects
+from ..base.collectives import gather_different
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, names_by_parameter, num_hooks
 from ..distributed.context import ParallelContext
@@ -44,10 +44,7 @@ def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks:
         for name, value in named_tensors(model)
         for count in [num_hooks(value)]
     ]
-    # With thousands of ranks, gathering all lists takes seconds, so they are gathered only if their digests differ.
-    if equal_everywhere(local, context.device):
-        return
-    models = gather_objects(local)
+    models = gather_different(local, context.device)
     for rank, theirs in enumerate(models):
         if theirs != models[0]:
             pairs = itertools.zip_longest(models[0], theirs, fillvalue="nothing more")

@@ -205,7 +205,22 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
 
 
 class _Interpreter(fx.Interpreter):
-    """Calls modules and functions with dicts and lists in place of those of a graph, which cannot be changed."""
+    """Calls modules and functions with dicts and lists in place of those of a graph, which cannot be changed.
+
+    An error in the code between modules names its line in the model's forward, not the node of the graph.
+    """
+
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(module, graph=graph)
+        self.extra_traceback = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            if n.op in ("call_function", "call_method") and "line" in n.meta and error.args:
+                error.args = (f"{error.args[0]} {n.meta['line']}", *error.args[1:])
+            raise
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         return _plain(super().fetch_args_kwargs_from_env(n))

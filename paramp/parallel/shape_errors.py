@@ -6,25 +6,28 @@ such as ``self.query(x).view(batch, length, heads, head_size)``, then fails deep
 
 from __future__ import annotations
 
-import linecache
-import os
+import math
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor
-from ..base.errors import ConfigError, one_line
+from ..base.errors import ConfigError, at_users_line, one_line
 
 PLAN_ENTRY = "_paramp_plan_entry"
 """The attribute of a sharded module with the entry of the plan, as messages show it."""
 ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|split_with_sizes)\b")
+WRITTEN = (
+    "If the model runs without tensor parallelism, a size of the whole layer is written into it: write -1 for the "
+    "number of heads, as in view(batch, length, -1, head_size), or take it from the tensor's shape; or choose another "
+    "style in the plan, such as colwise_gather"
+)
 NAMED = 4
 """The most sharded layers that a message names."""
-LIBRARIES = tuple(os.path.dirname(os.path.dirname(path)) + os.sep for path in (torch.__file__, __file__))
 
 
 def explanation(error: Exception, model: nn.Module) -> str | None:
@@ -39,12 +42,8 @@ def explanation(error: Exception, model: nn.Module) -> str | None:
             continue
         name = f"{names[module]!r}" if names[module] else f"the {type(module).__name__}"
         layers = "; ".join(_described(names[one], one) for one in planned[:NAMED])
-        return (
-            f"model: {name} fails{_line_of(error)} on a tensor rank: {text}. There, {layers}. If the model runs "
-            "without tensor parallelism, a size of the whole layer is written into it: write -1 for the number of "
-            "heads, as in view(batch, length, -1, head_size), or take it from the tensor's shape; or choose another "
-            "style in the plan, such as colwise_gather"
-        )
+        advice = _undivided(text, planned) or WRITTEN
+        return f"model: {name} fails{at_users_line(error)}, on a tensor rank: {text}. There, {layers}. {advice}"
     return None
 
 
@@ -64,11 +63,26 @@ def _described(name: str, module: nn.Module) -> str:
     return f"{name!r} ({entry}) has a weight of {tuple(weight.to_local().shape)}, of {tuple(weight.shape)}"
 
 
-def _line_of(error: Exception) -> str:
-    """The innermost line outside of torch and this package, with its source; an empty string without one."""
-    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if not file.startswith((*LIBRARIES, "<")):
-            source = linecache.getline(file, number).strip()
-            return f" at {os.path.basename(file)}:{number}" + (f", {source!r}," if source else "")
+def _undivided(text: str, planned: Sequence[nn.Module]) -> str:
+    """What to change if the sizes in ``text``, torch's message, are of heads that do not divide over the tensor ranks.
+
+    An empty string if they divide, or are of no heads of a layer in ``planned``.
+    """
+    found = re.search(r"\[(-?\d+(?:, -?\d+)*)\]", text)
+    sizes = [int(size) for size in found[1].split(", ")] if found else []
+    for weight in (getattr(one, "weight", None) for one in planned):
+        if not is_dtensor(weight) or weight.to_local().shape[0] == weight.shape[0]:
+            continue
+        outputs, ranks = weight.shape[0], weight.shape[0] // weight.to_local().shape[0]
+        for index, heads in enumerate(sizes):
+            size = math.prod(sizes[index + 1 :])
+            for parts in (1, 2, 3):  # of a fused layer, of which each is cut into heads
+                whole = outputs // parts
+                if size > 1 and whole % size == 0 and heads in (-1, whole // size) and whole // size % ranks:
+                    count = whole // size
+                    return (
+                        f"The {whole} outputs are {count} heads of {size}, and {ranks} tensor ranks do not divide "
+                        f"{count} heads: choose a parallel.tensor.size that does, another number of heads, or another "
+                        "style in the plan, such as colwise_gather"
+                    )
     return ""

@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import inspect
+import linecache
 import pickle
 import random
 import sys
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, shown_line
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import patched, take
 from ..base.trees import NUMBERS_AND_TEXT, children, leaves, map_leaves, map_tensors, rebuilt
@@ -282,13 +283,16 @@ class _Tracer(fx.Tracer):
             )
         if (draws := self._generators.draws()) is not None:
             raise fx.proxy.TraceError(draws)
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        frame = _users_frame()
+        if frame is not None:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+            node.meta["line"] = shown_line(file, line, linecache.getline(file, line))
+        return node
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         # torch's own trace_asserts supports the bytecode of older Python versions only.
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
-            frame = frame.f_back
+        frame = _users_frame()
         if frame is None or not _asserts(frame):
             return super().to_bool(obj)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -315,6 +319,14 @@ class _Tracer(fx.Tracer):
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
             yield
+
+
+def _users_frame() -> FrameType | None:
+    """The innermost frame that is running outside of torch and this file."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
+        frame = frame.f_back
+    return frame
 
 
 def _require(condition: object, message: str) -> None:

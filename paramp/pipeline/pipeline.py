@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, unfrozen
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
+from ..distributed.rng import forked
 from ..parallel.batches import Batch
 from .stage import Stage, Stages
 from .stage_output import StageOutput
@@ -221,7 +222,7 @@ class Pipeline:
                 except Exception as error:
                     failure = error
                     what = f"stage {index} of {self._config.num_stages} fails on a microbatch of {microbatch}"
-                    described = [f"pipeline: {what}: {type(error).__name__}: {error}"]
+                    described = [f"pipeline: {what}: {type(error).__name__}: {error}{at_users_line(error)}"]
                     if isinstance(error, ConfigError):
                         described = [str(error)]
             dist.broadcast_object_list(described, group=self._context.pp.group, group_src=self._config.rank_of(index))
@@ -236,9 +237,8 @@ class Pipeline:
         Temporarily frozen parameters count as trained, because other ranks are not notified when that changes.
         """
         random, stage.random = stage.random, nullcontext()
-        cuda = [self._context.device] if self._context.device.type == "cuda" else []
         try:
-            with keeping_buffers(stage), _thawed(self._trained), torch.random.fork_rng(cuda), torch.enable_grad():
+            with keeping_buffers(stage), _thawed(self._trained), forked(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)

@@ -239,8 +239,8 @@ PRESETS: dict[str, Precision] = {
 }
 
 ALIASES: dict[str | int | torch.dtype, str] = {
-    **dict.fromkeys((32, "32", "fp32", FP32), "32-true"),
-    **dict.fromkeys((64, "64"), "64-true"),
+    **dict.fromkeys((32, "32", "fp32", "float32", FP32), "32-true"),
+    **dict.fromkeys((64, "64", "fp64", "float64", FP64), "64-true"),
     **dict.fromkeys((16, "16", "fp16", "float16", FP16), "16-mixed"),
     **dict.fromkeys(("bf16", "bfloat16", BF16), "bf16-mixed"),
 }
@@ -271,7 +271,9 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         if (parsed := foreign_names.precision_with(mode, given)) is not None:
             return cast(Precision, parsed)
         if not isinstance(mode, (str, int)) or isinstance(mode, bool):
-            raise ConfigError(f"mode: got {shown(mode)}, expected one of {foreign_names.MODES}, or the name of a mode")
+            raise ConfigError(
+                f"mode: got {shown(mode)}, expected one of {foreign_names.MODES}, or a name such as 16-mixed"
+            )
     row = Precision.parse(mode)
     internal = {"transformer_engine"}  # set by the mode's name
     if row.float8 is not None and not row.float8.transformer_engine:

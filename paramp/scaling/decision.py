@@ -1,8 +1,12 @@
-"""The decision of a step, equal on every rank, from sums over the world; no value that the host would wait for."""
+"""The decision of a step, equal on every rank, from sums over the world; no value that the host would wait for.
+
+What the host needs of it, it reads later, from a :class:`HostCopy`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,6 +61,38 @@ def decide(
     divisor = scale / torch.where(overflow, 1.0, factor)
     values = torch.stack([scale, torch.where(overflow, 1.0, 2.0 * skip), norm, zeros, loss / weight])
     return StepDecision(overflow, skip, num_failed, divisor, count / num_losses, values)
+
+
+class HostCopy:
+    """Numbers of a device on the host, which waits for them only when it reads them, not for what is queued since."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._values = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._is_new = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the host would wait for the device, so that it reads them in a later call."""
+        return self._copied is not None
+
+    def start(self, values: torch.Tensor) -> None:
+        """Start to copy ``values``, of the size or 0-dim."""
+        self._values.copy_(values, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._is_new = True
+
+    def read(self) -> list[Any]:
+        """The values of the last :meth:`start`; at first zeros."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+    def take(self) -> float:
+        """The first value of :meth:`read`; 0 if it was taken before."""
+        is_new, self._is_new = self._is_new, False
+        return self.read()[0] if is_new else 0.0
 
 
 def mixes_kinds(weight: torch.Tensor, count: torch.Tensor, num_losses: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ counts, with the summed gradient.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..base.collectives import gather_objects
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
-from .decision import clip_coefficient
+from .decision import HostCopy, clip_coefficient
 from .gradient_placements import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 from .local_norm import norm_power
 from .replica_counts import World, current_world, num_replicas
@@ -132,22 +132,23 @@ class _Failures:
 
     def __init__(self) -> None:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self._read: Callable[[], float] | None = None
+        self._num_failed: HostCopy | None = None
 
     def keep(self, num_failed: torch.Tensor) -> bool:
         """Keep the number, 0-dim, for :meth:`check`; False if the caller has to read it."""
         assert dist.group.WORLD is not None
         if self._world is None or self._world() is not dist.group.WORLD:
-            self._world, self._read = weakref.ref(dist.group.WORLD), None
+            self._world, self._num_failed = weakref.ref(dist.group.WORLD), None
             return False
-        self._read = _start_read(num_failed)
+        if self._num_failed is None:
+            self._num_failed = HostCopy(1, num_failed.dtype, num_failed.device)
+        self._num_failed.start(num_failed)
         return True
 
     def check(self) -> None:
         """Raise a ValueError if a rank failed in the last call."""
-        read, self._read = self._read, None
         is_current = self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
-        if read is not None and is_current and read():
+        if is_current and self._num_failed is not None and self._num_failed.take():
             raise ValueError(
                 "a rank could not clip its gradients in the last call, so no rank clipped them right; the error of "
                 "that rank names the gradient"
@@ -155,21 +156,6 @@ class _Failures:
 
 
 _failures = _Failures()
-
-
-def _start_read(value: torch.Tensor) -> Callable[[], float]:
-    """Start to copy ``value``, 0-dim, to the host; the function returned waits for that copy only."""
-    if value.device.type == "cpu":
-        return value.clone().item
-    copy = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> float:
-        copied.synchronize()
-        return copy.item()
-
-    return read
 
 
 def positive(name: str, value: Any, allowed: str) -> float:

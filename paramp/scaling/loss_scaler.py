@@ -92,6 +92,13 @@ class DistributedGradScaler(GradScaler):
             self._home = device
             self._create_state()
 
+    _has_updated = False  # and nothing was scaled or unscaled since
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, a tensor or an iterable of tensors, multiplied by the scale; as torch's ``scale``."""
+        self._has_updated = False
+        return super().scale(outputs)
+
     def _create_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
@@ -106,6 +113,7 @@ class DistributedGradScaler(GradScaler):
         fp16 gradients are accepted: a half-precision model whose optimizer steps masters has them. (torch rejects them,
         to detect a model that was made half by mistake.)
         """
+        self._has_updated = False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         complete_and_check(parameters, found_inf)
         gradients = dense_gradients(parameters)
@@ -161,14 +169,15 @@ class DistributedGradScaler(GradScaler):
         """Report the gradients that are not finite, and their ranks. Call it after a skipped step, on every rank.
 
         It reads the gradients as they are, unscaled or not, so call it before they are set to zero, and before
-        :meth:`update`, which changes the scale.
+        :meth:`update`, which changes the scale; after it, it raises a RuntimeError.
 
         Args:
             named_parameters: this rank's, such as ``model.named_parameters()``.
             context: for the ranks' coordinates. None: the current one, if any.
         """
-        from .overflow_report import OverflowReport, find_gradients, gather_findings
+        from .overflow_report import OverflowReport, find_gradients, gather_findings, refuse_after_update
 
+        refuse_after_update(self._has_updated, self._group)
         of_ranks = gather_findings(find_gradients(named_parameters, context or current_world()), self._group)
         return OverflowReport(float(self.scale_tensor()), tuple(itertools.chain(*of_ranks)), scaled=False)
 
@@ -176,6 +185,7 @@ class DistributedGradScaler(GradScaler):
         """Update the scale from the overflow flags since the last update; ``new_scale`` sets it instead."""
         if not self._enabled:
             return
+        self._has_updated = True
         if new_scale is not None:
             super().update(new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale))
             return

@@ -144,6 +144,11 @@ class OverflowReport:
             return "backward" if self.origin.parameter is None else "weight gradient"
         return "forward" if self.origin.during == "forward" else "sum"
 
+    @property
+    def closest(self) -> list[NonFiniteGradient]:
+        """The gradients, those closest to the origin first; at most :data:`SHOWN`."""
+        return sorted(self.gradients, key=self._distance)[:SHOWN]
+
     def _distance(self, gradient: NonFiniteGradient) -> tuple[bool, bool, bool]:
         """The sort key of a gradient: those closest to the origin first."""
         if (origin := self.origin) is None:
@@ -164,7 +169,7 @@ class OverflowReport:
         if self.unknown:
             lines.append(self.unknown)
         scale = self.scale if self.scaled else 1.0
-        lines += [gradient.describe(scale) for gradient in sorted(self.gradients, key=self._distance)[:SHOWN]]
+        lines += [gradient.describe(scale) for gradient in self.closest]
         if len(self.gradients) > SHOWN:
             lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
         return "\n  ".join(lines) or "no gradient that is not finite was found"
@@ -229,3 +234,12 @@ def gather_findings(local_findings: list[Any], group: dist.ProcessGroup | None =
     """``local_findings`` of every rank of ``group`` (None: the world), by rank; a collective."""
     distributed = dist.is_available() and dist.is_initialized()
     return gather_objects(local_findings, group) if distributed else [local_findings]
+
+
+def refuse_after_update(has_updated: bool, group: dist.ProcessGroup | None = None) -> None:
+    """A RuntimeError on every rank of ``group`` if on all of them the scaler ``has_updated`` since the step."""
+    if all(updated for (updated,) in gather_findings([has_updated], group)):
+        raise RuntimeError(
+            "diagnose: update() was called since the step, so the scale is no longer that of these gradients; call it "
+            "on every rank after step(optimizer) or unscale_(optimizer), and before update() and zero_grad()"
+        )

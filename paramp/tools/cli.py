@@ -1,6 +1,10 @@
-"""Inspect machines, check layouts, plot runs and convert checkpoints. `paramp COMMAND --help` explains each command."""
+"""Start ranks, inspect machines, check layouts, show runs, convert checkpoints.
+
+`paramp COMMAND --help` explains each command.
+"""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,6 +23,8 @@ def build_parser(given: str | None) -> Parser:
     Only the command ``given`` has its arguments.
     """
     parser = Parser(prog="paramp", description=__doc__, formatter_class=formatter)
+    version = f"paramp {importlib.import_module('paramp').__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print paramp's version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, add_arguments, explained) in COMMANDS.items():
         sentence = f"{explained.capitalize()}."
@@ -38,8 +44,14 @@ def _add_plot_arguments(command: Parser) -> None:
     command.add_argument("--out", metavar="FILE", help="the picture (default: metrics.png in the first DIR)")
 
 
+def _add_report_arguments(command: Parser) -> None:
+    command.add_argument("folder", metavar="RUN", help="the folder of a run: --log-dir, or that of paramp.Metrics")
+    explained = "write it every N seconds, or 10, until the run ends; the browser follows (default: once)"
+    command.add_argument("--live", metavar="N", nargs="?", type=float, const=10.0, help=explained)
+
+
 def _add_inspect_arguments(command: Parser) -> None:
-    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder")
+    command.add_argument("checkpoint", metavar="CKPT", help="the checkpoint's folder, or a folder of checkpoints")
     command.add_argument("--json", action="store_true", help="print one JSON object (default: off)")
 
 
@@ -68,8 +80,20 @@ def run_plot(given: argparse.Namespace) -> None:
     print(plot(given.log_dirs, given.out))
 
 
+def run_report(given: argparse.Namespace) -> None:
+    """Write the page, and print its path; with ``--live`` again and again, until the run ends or Ctrl-C."""
+    from .report.run_page import finish, report
+
+    try:
+        for count, path in enumerate(report(given.folder, given.live)):
+            if not count:
+                print(path, flush=True)
+    except KeyboardInterrupt:
+        finish(given.folder)
+
+
 def run_inspect(given: argparse.Namespace) -> int:
-    """Print the content of the checkpoint; returns 1 if it is damaged."""
+    """Print the content of the checkpoint, or a list of those in the folder; returns 1 if one is damaged."""
     import json
 
     from ..checkpoint.convert import describe, inspect
@@ -153,16 +177,41 @@ def run_verify(given: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _add_run_arguments(command: Parser) -> None:
+    from ..config.schema import Config, flatten
+    from .flags import LAYOUT, add_flags
+
+    command.usage = (
+        "paramp run [FLAGS] SCRIPT [FLAGS] [ARGUMENTS] [-- ARGUMENTS]\n       paramp run [FLAGS] -m MODULE ..."
+    )
+    add_flags(command, LAYOUT, flatten(Config()))
+    explained = "the script, or -m MODULE, and its own arguments; after -- none is a flag of this command"
+    command.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help=explained)
+
+
+def run_run(given: argparse.Namespace) -> int:
+    """Start the ranks of a script; returns its exit code."""
+    from .run_script import run_script
+
+    return run_script(given)
+
+
 Command = tuple[Callable[[argparse.Namespace], int | None], Callable[[Parser], None], str]
 COMMANDS: dict[str, Command] = {
+    "run": (run_run, _add_run_arguments, "start the ranks of a script of one's own on this machine"),
     "doctor": (run_doctor, _add_doctor_arguments, "show what runs on this machine, and why the rest does not"),
+    "report": (run_report, _add_report_arguments, "write the page of a run, one file that a browser shows"),
     "plot": (run_plot, _add_plot_arguments, "plot the metrics.jsonl of a run, or compare several"),
     "verify": (
         run_verify,
         _add_verify_arguments,
         "compare a model on a layout with the same model in one process, layer by layer",
     ),
-    "inspect": (run_inspect, _add_inspect_arguments, "show the content of a checkpoint, and whether it is complete"),
+    "inspect": (
+        run_inspect,
+        _add_inspect_arguments,
+        "show a checkpoint, or list a folder of them, and what is damaged",
+    ),
     "export": (run_export, _add_export_arguments, "write a checkpoint's weights to one safetensors file"),
     "import": (run_import, _add_import_arguments, "make a checkpoint from the weights of a safetensors file"),
 }
@@ -177,7 +226,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        given = parser.parse_args(arguments)
+        if arguments[0] == "run":
+            from .run_script import split_arguments
+
+            flags, script = split_arguments(arguments[1:])
+            given = parser.parse_args(["run", *flags])
+            given.script = script
+        else:
+            given = parser.parse_args(arguments)
         return given.run(given) or 0
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

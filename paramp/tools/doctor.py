@@ -29,7 +29,7 @@ from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu
 from ..precision.modes import PRESETS, Precision
 
 PACKAGES = (
-    *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib"),
+    *("numpy", "rich", "mpi4py", "transformers", "datasets", "tokenizers", "tensorboard", "matplotlib", "bokeh"),
     *("torchao", "transformer_engine", "lightning", "scikit-learn", "apex"),
 )
 """Distributions whose versions are reported, by their names on PyPI."""
@@ -42,6 +42,7 @@ IN_FP32 = "products are computed in fp32 and rounded"
 EAGERLY = "compiled blocks run eagerly"
 WIDER = "operands are rounded to it and multiplied in a wider dtype"
 SECONDS_FOR_A_COMMAND = 10.0
+LENGTH_OF_COMMIT = 10
 
 
 def doctor(as_json: bool = False) -> str:
@@ -84,11 +85,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(folder: Path) -> str | None:
-    """The abbreviated commit of the checkout at ``folder``; None if it is none."""
-    if not (folder / ".git").exists():
+def _commit(clone: Path) -> str | None:
+    """The abbreviated commit of ``clone``, read from its files, as git need not be there; None if it is no clone."""
+    git = clone / ".git"
+    try:
+        if git.is_file():  # of a worktree; branches are in the repository's folder
+            git = clone / git.read_text(encoding="utf-8").partition(":")[2].strip()
+        common = git / "commondir"
+        branches = git / common.read_text(encoding="utf-8").strip() if common.is_file() else git
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head[:LENGTH_OF_COMMIT]
+        name = head.removeprefix("ref: ")
+        loose, packed = branches / name, branches / "packed-refs"
+        if loose.is_file():
+            return loose.read_text(encoding="utf-8")[:LENGTH_OF_COMMIT]
+        lines = packed.read_text(encoding="utf-8").splitlines()
+    except OSError:
         return None
-    return _answer("git", "-C", str(folder), "rev-parse", "--short", "HEAD")[0].strip() or None
+    return next((line[:LENGTH_OF_COMMIT] for line in lines if line.endswith(f" {name}")), None)
 
 
 def _answer(*command: str) -> tuple[str, str]:

@@ -45,7 +45,10 @@ LAYOUT: Groups = {
     ),
 }
 """The flags of every command that starts ranks."""
-MODE = Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2")
+PRECISION = (
+    Flag("--precision", "precision", str, "MODE", "such as 32-true, 16-mixed, bf16-mixed, 16-naive, O2"),
+    Flag("--init-scale", "precision.init_scale", float, "X", "first loss scale, of a mode that scales", "the mode's"),
+)
 SEED = Flag("--seed", "seed", int, "N", "seed of weights, dropout and data order")
 
 

@@ -115,6 +115,25 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     found = json.loads(capsys.readouterr().out)
     assert found["damage"] == [f"{str(file)!r} is damaged: its checksum differs from the manifest's"]
     assert found["values"]["counts"][:2] == [2, 0]
+    unfinished = tmp_path / "copy.partial-0123abcd"
+    unfinished.mkdir()
+    shutil.copytree(saved[0], tmp_path / "step-00000002")
+    (tmp_path / "logs").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 1
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"{tmp_path}: 3 checkpoints"
+    assert head.split() == ["checkpoint", "steps", "skipped", "layout", "size", "saved"]
+    row = r" +2 +0 +pp 1, dp 1, tp 1, stages 1, zero 0 +\d\.\d MB  20.{17}  "
+    assert re.fullmatch(f"  copy{row}incomplete: .*checksum differs.*", lines[0])
+    assert re.fullmatch(r"  copy\.partial-0123abcd +incomplete: .* is unfinished: saving it was interrupted", lines[1])
+    assert re.fullmatch(f"  step-00000002{row}complete", lines[2])
+    assert len(lines) == 3
+    shutil.rmtree(unfinished)
+    shutil.rmtree(path)
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (listed["steps"], listed["layout"]["tp"], listed["damage"]) == (2, 1, [])
+    path = tmp_path / "step-00000002"
     (path / "manifest.json").unlink()
     assert main(["inspect", str(path)]) == 1
     assert "manifest.json' is missing" in capsys.readouterr().out

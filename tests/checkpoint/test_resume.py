@@ -112,7 +112,7 @@ def saved(tmp_path_factory):
 
 
 TARGETS = [layout for layout in LAYOUTS if layout not in ("pp2·tp2", "pp2·dp2 + zero1")]
-PART = {"1", "pp4", "dp2·tp2", "dp4 + zero1", "pp2·tp2, two stages a rank"}
+PART = {"1", "dp2·tp2", "dp4 + zero1", "pp2·tp2, two stages a rank"}
 
 
 @family

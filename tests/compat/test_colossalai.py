@@ -281,6 +281,7 @@ def test_the_configuration_of_colossalais_own_examples(world):
             engine.module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
             for _ in range(2):
                 calls.clear()  # the first one may compute more, to learn shapes
+                engine.zero_grad()
                 engine.execute_schedule(iter([(torch.ones(8, 3), torch.ones(8, 2))]))
             assert len(calls) == microbatches
             assert gpc.config.precision.name == "32-true"

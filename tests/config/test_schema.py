@@ -93,11 +93,11 @@ def test_a_mode_given_by_name_accepts_its_options():
 
 
 ALIASES = {
-    "32-true": (32, "fp32", "O0", torch.float32),
+    "32-true": (32, "fp32", "float32", "O0", torch.float32),
     "16-mixed": (16, "16", "amp", "amp_fp16", "O1", AMP_TYPE.TORCH, "fp16", "float16", torch.float16),
     "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "amp_bf16"),
     "16-naive": (AMP_TYPE.NAIVE, "16-naive"),
-    "64-true": (64, "64"),
+    "64-true": (64, "64", "fp64", "float64", torch.float64),
     "fp8-mixed": ("amp_fp8",),
     **{name: (name,) for name in ("bf16-naive", "O2", "O3")},
 }
@@ -140,7 +140,18 @@ ERRORS = [
     ({"parallel.tensor": {"size": 2, "mode": None}}, r"parallel\.tensor\.mode: got None, expected '1d', because"),
     ({"parallel.data": 1.5}, r"parallel\.data: got 1\.5, expected an integer or 'auto'"),
     ({"parallel.data": True}, r"parallel\.data: got True"),
-    ({"parallel.zero": 2}, r"parallel\.zero: got 2, expected 0 or 1"),
+    ({"parallel.zero": 4}, r"parallel\.zero: got 4, expected 0 or 1"),
+    (
+        {"parallel.zero": 3},
+        r"parallel\.zero: got 3; here, write \{'parallel': \{'data': \{'shard': 4\}\}\}; stages 2 and",
+    ),
+    ({"fp16": True}, r"^fp16: got True; here, write \{'precision': '16-mixed'\}$"),
+    (
+        {"gradient_clipping": 0.5},
+        r"^gradient_clipping: got 0\.5, as in DeepSpeed; here, write \{'clip_grad_norm': 0\.5\}$",
+    ),
+    ({"optimizer": {"type": "AdamW"}}, r"optimizer: got .*; here, pass a torch\.optim optimizer to paramp\.initialize"),
+    ({"precision": True}, r"^precision: got True; here, write \{'precision': '16-mixed'\}$"),
     ({"parallel.sequence_parallel": True}, r"parallel\.sequence_parallel: got True, expected False"),
     ({"compile.bakcend": "eager"}, r"compile: got 'bakcend', expected one of .*did you mean 'backend'"),
     ({"compile.fullgraph": "no"}, r"compile\.fullgraph: got 'no', expected True or False"),
@@ -181,7 +192,7 @@ ERRORS = [
     ({"train.lr": 0.1}, r"train: no key of the library, but a table of launch/train\.py, .*remove it here, or give"),
     ({"model": {"width": 8}}, r"model: no key of the library, but a table of launch/train\.py"),
     ({"precision": "17-mixed"}, r"precision: got '17-mixed', expected one of .*did you mean '16-mixed'"),
-    ({"fp16": np.zeros(3)}, r"precision: got array\(\[0\., 0\., 0\.\]\), expected"),
+    ({"fp16": np.zeros(3)}, r"fp16: got array\(\[0\., 0\., 0\.\]\), expected"),
     ({"precision": "16-mixed", "fp16": TORCH}, r"fp16: given together with precision"),
     ({"fp16": TORCH | {"hysteresis": 2}}, r"fp16\.hysteresis: no such option of AMP_TYPE\.TORCH"),
     ({"fp16": TORCH | {"opt_level": "O2"}}, r"fp16\.opt_level: .*belongs to AMP_TYPE\.APEX\)"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import PYTHON, python, succeeded
+from families import cases, family
 from pool import on_ranks, shared_folder
 from small_engines import engine_of, sgd, train_step
 from torch import nn
@@ -175,7 +176,11 @@ def test_the_script_keeps_the_checkpoint_with_the_lowest_loss(tmp_path):
     assert json.loads((folder / "best.json").read_text()) == expected
 
 
-@pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
+STOPPED = [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]
+
+
+@family
+@pytest.mark.parametrize(("number", "code", "ranks"), cases("asked to stop", STOPPED, STOPPED[:1], 1))
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, tmp_path, number, code, ranks):
     """SIGTERM to the script that has started its ranks, then one data rank in place of two; Ctrl-C to one process."""
     folder = tmp_path / "checkpoints"

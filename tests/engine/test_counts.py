@@ -342,7 +342,7 @@ def learn_of_a_count_late(world, layout):
         reference = Reference(model)
         engine = engine_of(model, criterion)
         engine._failure.is_shared = True
-        engine._failure._copied = mock.Mock()  # an event: the host reads the sum of all flags a step later
+        engine._failure.num_failed._copied = mock.Mock()  # an event: the host reads the sum of all flags a step later
         unit = engine._losses.unit
         unit._checked = lambda count: unit._checked_on_device(torch.as_tensor(count).double())
         x, y = samples([3.0] * 8)
@@ -374,7 +374,7 @@ def test_a_mean_on_one_rank_beside_a_count_on_another(world, first, delayed, loo
         engine = engine_of(model, criterion)
         if delayed:
             engine._failure.is_shared = True
-            engine._failure._copied = mock.Mock()
+            engine._failure.num_failed._copied = mock.Mock()
         x, y = samples([3.0] * 8)
 
         def run():

@@ -1,5 +1,6 @@
 """Windows that fail, windows without counts or a backward, flush, and what a criterion takes."""
 
+import contextlib
 import copy
 import functools
 
@@ -98,6 +99,52 @@ def test_a_window_in_which_nothing_counts_makes_no_step(world, parallel):
         assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
         # Nothing counts on one data rank only: the mean is that of the other.
         assert train_step(engine, torch.ones(4, 4), torch.full((4, 4), float(context.dp.rank == 0))).stepped
+
+
+def test_gradients_that_add_up_by_mistake_are_a_warning_once():
+    with paramp.launch_from_torch():
+        model = linear()
+        engine = engine_of(model, F.mse_loss, decaying)
+        engine.forward_backward(X[0], Y[0])
+        with pytest.warns(
+            UserWarning, match=r"add up to a sum.*step\(\) after each batch.*gradient_accumulation=k"
+        ) as seen:
+            engine.forward_backward(X[1], Y[1])
+        assert [warning.filename for warning in seen] == [__file__]
+        engine.forward_backward(X[2], Y[2])
+        plain = linear()
+        sum(F.mse_loss(plain(X[index]), Y[index]) for index in range(3)).backward()
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+        engine = engine_of(linear(), F.mse_loss, decaying)
+        for index in range(4):  # several losses of one step
+            engine.backward(engine.criterion(engine(X[index]), Y[index]))
+            engine.evaluate(X[0], Y[0])
+    with paramp.launch_from_torch({"gradient_accumulation": 2}):
+        engine = engine_of(linear(), F.mse_loss, decaying)
+        for index in range(4):
+            engine.forward_backward(X[index], Y[index])
+            engine.step()
+
+
+def test_batches_without_any_step_are_a_warning_once():
+    with paramp.launch_from_torch():
+        for stepped in (True, False):
+            engine = engine_of(linear(), F.mse_loss, decaying)
+            for index in range(12):
+                with (
+                    pytest.warns(UserWarning, match="5 batches have run, and step.. was never called")
+                    if (index == 5 and not stepped)
+                    else contextlib.nullcontext()
+                ):
+                    engine.forward_backward(X[0], Y[0])
+                if index == 0 and stepped:
+                    engine.step()
+                engine.zero_grad()
+        engine = engine_of(linear(), F.mse_loss, decaying)
+        for _ in range(100):
+            engine.backward(engine.criterion(engine(X[0]), Y[0]))
+        with pytest.warns(UserWarning, match="100 batches have run"):
+            engine.backward(engine.criterion(engine(X[0]), Y[0]))
 
 
 def test_a_criterion_takes_what_the_users_takes():

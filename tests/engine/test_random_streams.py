@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, run, succeeded
+from families import cases, family
 from gpu_cells import on_fake_device
 from pool import run_on_ranks
 from small_engines import engine_of, train_step
@@ -121,9 +122,11 @@ GOES_ON = {
     ("tp2", "pp2"): {},
 }
 """Layouts that save and load, and whose stages' streams go on there: data rank by data rank of before."""
+PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("tp2", "pp2")]
 
 
-@pytest.mark.parametrize(("before", "after"), GOES_ON)
+@family
+@pytest.mark.parametrize(("before", "after"), cases("random streams", list(GOES_ON), PART, 2))
 def test_the_streams_in_another_layout(tmp_path, before, after):
     """As docs/checkpoints.md promises: dropout's go on where there are such, torch's begin anew, the user's stay.
 

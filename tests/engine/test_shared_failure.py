@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from families import cases, family
 from pool import on_ranks, shared_folder
 from reference import assert_trained
 from small_engines import engine_of, own_part, sgd
@@ -134,10 +135,12 @@ def check_weights(engine, *windows, num_layers=2):
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 LAYOUTS = {"dp2": {"data": 2}, "dp2-zero1": {"data": 2, "zero": 1}}
 LAYOUTS |= {name: {"pipeline": {"size": 2, "schedule": name, "microbatches": 4}} for name in SCHEDULES}
+PART = ["dp2", "dp2-zero1", "1f1b", "zbv"]
 PARTS = {"forward": "layer", "backward": "backward", "weight": "backward", "criterion": "loss"}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@family
+@pytest.mark.parametrize("layout", cases("a failing batch", LAYOUTS, PART, 2))
 @on_ranks(2)
 def test_a_batch_that_fails_on_one_rank(world, layout):
     """The second of a window of two, of any layer; a backward of a pipeline in its second microbatch."""
@@ -293,10 +296,12 @@ def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
             (None, ValueError, "no further batch, but other ranks have one; on rank 1"),
         ):
             data = broken(1 if world.rank else 2, error if world.rank else None)
+            engine.zero_grad()
             engine.execute_schedule(data)
             with pytest.raises(raised, match="no such disk" if raised is OSError else message):
                 engine.execute_schedule(data)
         data = broken(1, None)
+        engine.zero_grad()
         engine.execute_schedule(data)
         with pytest.raises(StopIteration):
             engine.execute_schedule(data)

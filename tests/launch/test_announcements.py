@@ -8,7 +8,7 @@ from counting import Collectives
 from pool import on_ranks
 from train import train
 from train_app.batch_reader import accumulation_for, max_over_ranks
-from train_app.reporter import announce, announce_resume
+from train_app.reporter import announce, announce_resume, facts_of
 from train_app.settings import Job, TrainConfig, configure
 
 import paramp
@@ -37,7 +37,8 @@ def test_only_settings_that_differ_from_the_default_are_logged():
         config, job = configure(arguments.split())
         axis, lines = SimpleNamespace(size=1), []
         context = SimpleNamespace(is_main=True, config=config, world_size=1, batch_axis=axis, device="cpu")
-        announce(SimpleNamespace(say=lines.append), context, job, corpus, 7)
+        reporter = SimpleNamespace(say=lines.append)
+        announce(reporter, context, job, facts_of(context, corpus, 7), corpus.notes)
         first, facts, note = lines
         assert first == f"settings other than the default: {changed}"
         assert facts.endswith("data_vocab_size = 256, data_bytes = 3, parameters = 7")

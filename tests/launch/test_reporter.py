@@ -1,11 +1,18 @@
 """What a run writes."""
 
+import contextlib
 import json
 import math
+import os
+import re
+import sys
+import termios
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from train_app.reporter import Reporter, check_tensorboard, memory_bytes
+from train_app.reporter import Reporter, announce_end, check_tensorboard, memory_bytes
 from train_app.settings import TrainConfig
 
 import paramp
@@ -27,7 +34,9 @@ def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, cap
         assert lines[0] == {**RECORD, "lr": float(index), "grad_norm": None}
         assert lines[1:] == [{**RECORD, "step": 2, "grad_norm": 1.0, "skipped": 0}]
     log = (folder / "train.log").read_text()
-    assert capsys.readouterr().out.endswith(log)
+    shown, left = re.subn(r"  0:00 left$", "", capsys.readouterr().out, flags=re.MULTILINE)
+    assert shown.endswith(log)
+    assert left == 6  # each of the two steps, three times
     assert "hello" in log
     assert "step 1/2  loss 2.5000  scale 8  grad norm inf  skipped 1  1,000 tokens/s  3 MiB" in log
     assert "step 2/2  loss 2.5000  scale 8  grad norm 1.000  skipped 1  1,000 tokens/s  3 MiB" in log
@@ -36,6 +45,39 @@ def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, cap
         reporter.step(RECORD)
     assert not (tmp_path / "other").exists()
     assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path, monkeypatch):
+    """After the second of six steps, 20 s after the start, 40 s are left."""
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, 140))
+    with open(writing, "w", encoding="utf-8") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", terminal)
+        patched.setattr("train_app.reporter.monotonic", iter((0.0, 5.0, 20.0)).__next__)
+        patched.setenv("TERM", "xterm-256color")
+        patched.setenv("COLUMNS", "140")
+        with Reporter(TrainConfig(steps=6, log_dir=str(tmp_path)), True) as reporter:
+            for step in (1, 2):
+                reporter.step({**RECORD, "step": step, "skipped": 0})
+        terminal.flush()
+        os.set_blocking(reading, False)
+        drawn = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(reading, 4096):
+                drawn += part
+    os.close(reading)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode()).split("0:25 left")[-1]
+    assert "0:40 left  step 2/6  loss 2.5000" in last, last
+    assert re.search(r"━{20,}", last), last
+    assert "left" not in (tmp_path / "train.log").read_text()
+
+
+def test_a_run_ends_with_the_command_for_its_page(monkeypatch):
+    lines = []
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+    announce_end(SimpleNamespace(say=lines.append), TrainConfig(log_dir="runs/a b"))
+    announce_end(SimpleNamespace(say=lines.append), TrainConfig())
+    assert lines == ["for the page of this run: .venv/bin/python -m paramp report 'runs/a b'"]
 
 
 def test_memory_bytes_is_the_peak_of_this_process():

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from families import cases, family
 from pool import on_each_device, on_ranks, run_on_ranks
 from reference import batches
 from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_engine, own_part, train_step
@@ -53,6 +54,7 @@ LAYOUTS = {  # ranks, configuration
     "fsdp2-tp2": (4, {"parallel": SHARDS | {"tensor": 2}}),
     "fsdp2-pp2": (4, {"parallel": SHARDS | {"pipeline": FOUR}}),
 }
+PART = ["one", "pp2-tp2", "dp2-tp2-sp", "zbv", "dp2-zero", "fsdp2-pp2"]
 PLACES = [  # layout, module, rank, microbatch of the window, whether in the backward, value
     ("one", "blocks.1.attention.out", 0, 2, False, NAN),
     ("one", "norm", 0, 1, True, INF),
@@ -99,7 +101,8 @@ def find_planted(world, layout):
             assert window(engine).stepped
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@family
+@pytest.mark.parametrize("layout", cases("planted overflows", LAYOUTS, PART, 2))
 @on_each_device
 def test_planted_overflows_are_named(layout, device):
     run_on_ranks(LAYOUTS[layout][0], __name__, "find_planted", {"layout": layout}, device)
@@ -438,6 +441,18 @@ def test_a_stand_alone_scaler_names_parameters_and_ranks(world):
         if world.rank == 0:
             model[0].bias.grad[0] = NAN
         report = scaler.diagnose(model.named_parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(
+            RuntimeError, match=r"diagnose: update\(\) was called since .* after step\(optimizer\) or unscale"
+        ):
+            scaler.diagnose(model.named_parameters())
+        for begin in (lambda: scaler.scale(torch.ones(())) if world.rank else None, lambda: scaler.unscale_(optimizer)):
+            begin()  # of the next batch, on a rank that has the loss; or on every rank
+            assert scaler.diagnose(model.named_parameters()).scale == 4.0
+            scaler.step(optimizer)
+            scaler.update(4.0)
     places = [RankCoordinates(rank, (("pp", 0), ("dp", 0), ("tp", rank)), 0) for rank in (0, 1)]
     found = [(one.name, one.place, one.kind) for one in report.gradients]
     assert found == [("0.bias", places[0], "NaN"), ("1.weight", places[1], "inf")]

@@ -80,15 +80,17 @@ def test_tensors_of_any_strides_are_hashed():
 # ------------------------------------------------------------------------------------------------------ one bit
 
 
+def stepped_here(engine, ending):
+    return [one for one in engine._weights.params if one.stepped is not None and one.name.endswith(ending)]
+
+
 def master_of(engine, ending):
     """The part of it, or of its remainder, that this rank steps, if any."""
-    buffers = ((param, buffer) for param, _, buffer in engine._weights.pairs() if param.name.endswith(ending))
-    return next((buffer.masters.state[0][buffer.own_range(param)] for param, buffer in buffers), None)
+    return next((param.buffer.masters.state[0][param.own_range] for param in stepped_here(engine, ending)), None)
 
 
 def state_of(engine, ending):
-    weights = (one for param, one, _ in engine._weights.pairs() if param.name.endswith(ending))
-    return next((engine.optimizer.state[one]["exp_avg_sq"] for one in weights), None)
+    return next((engine.optimizer.state[one.stepped]["exp_avg_sq"] for one in stepped_here(engine, ending)), None)
 
 
 CHANGED = {

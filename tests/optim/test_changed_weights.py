@@ -202,7 +202,7 @@ def test_on_a_gpu_a_finding_counts_from_the_next_step_on():
     with paramp.launch_from_torch(HALF):
         engine = linear()
         changes = ChangedWeights(engine._weights.buffers, torch.device("cpu"))
-        changes._copied = event = mock.Mock()
+        changes._num_found._copied = event = mock.Mock()
         changes.agree(changes.look()[0])  # which has found nothing
         for _ in range(2):
             changes.look()

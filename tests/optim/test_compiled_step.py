@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import paramp
 from paramp.optim.compiled import compiled_step as compiled
-from paramp.optim.compiled import norm
 from paramp.optim.compiled.kernels import (
     by_arithmetic,
     compiled_step,
@@ -30,7 +29,6 @@ from paramp.optim.compiled.kernels import (
     left_over,
     step_function,
 )
-from paramp.optim.compiled.norm import compiled_sums, sums_of_squares
 from paramp.optim.fused_step import FusedStep
 from paramp.parallel import compiled_blocks
 from paramp.precision.master_residuals import join, split
@@ -354,16 +352,16 @@ def check_sums(sums):
 
 
 def test_the_sums_are_those_of_fp64():
-    check_sums(sums_of_squares)
+    check_sums(compiled.sums_of_squares)
 
 
 @needs_compiler
 def test_compiled_the_sums_are_those_of_fp64():
     from torch._dynamo.utils import counters
 
-    compiled_sums.cache_clear()
+    compiled.compiled_sums.cache_clear()
     counters.clear()
-    check_sums(compiled_sums(inductor_options({})))
+    check_sums(compiled.compiled_sums(inductor_options({})))
     assert counters["stats"]["unique_graphs"] == 2  # one for each dtype
 
 
@@ -376,9 +374,9 @@ def test_the_engine_uses_them_for_long_half_precision_gradients(uncompiled, monk
 
     def sums(rows):
         calls.append(rows.shape)
-        return sums_of_squares(rows)
+        return compiled.sums_of_squares(rows)
 
-    monkeypatch.setattr(norm, "compiled_sums", lambda _: sums)
+    monkeypatch.setattr(compiled, "compiled_sums", lambda _: sums)
     with paramp.launch_from_torch({"precision": mode, "compile": compile}):
         engine = engine_of(nn.Linear(size, 1, bias=False))
         engine.forward_backward(torch.ones(1, size), torch.ones(1, 1))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from beside_plain import plain_step
 from counting import Operators
+from pages import functions_of
 from pool import on_ranks
 from reference import assert_trained, local
 from small_engines import assert_same_tensors, each_raises, engine_of, sgd, train_step
@@ -163,48 +164,44 @@ def held_by(engine):
     return [local(value) for value in held]
 
 
-BYTES = {
-    "32-true": (16, 12),
-    "16-mixed": (16, 12),
-    "bf16-mixed": (16, 12),
-    "16-naive": (16, 12),
-    "bf16-naive": (16, 12),
-    "16-true": (8, 8),
-    "bf16-true": (8, 8),
-}
-"""The table of docs/masters.md: with state in full, and in bfloat16."""
+BY_PAGE = functions_of("docs/memory.md")["bytes_a_parameter"]
+LIKE = {"32-true": "32-true", "16-mixed": "mixed", "16-naive": "naive", "bf16-naive": "naive", "bf16-true": "true"}
+"""How the page names the row of a mode."""
 
 
 @pytest.mark.real_sizes
-@pytest.mark.parametrize("mode", BYTES)
+@pytest.mark.parametrize("mode", LIKE)
 def test_bytes_a_parameter(mode):
-    for state, expected in zip(("full", "bf16"), BYTES[mode], strict=True):
-        assert bytes_a_parameter({"precision": mode, "optimizer_state": state}) == pytest.approx(expected, abs=0.1)
-        if mode.endswith("-naive"):
-            found = bytes_a_parameter({"precision": mode, "optimizer_state": state, "masters": "remainder"})
-            assert found == pytest.approx(expected - 2, abs=0.1)
+    """Those that docs/memory.md computes."""
+    for state in ("full", "bf16"):
+        for remainder in (False, True)[: 1 + mode.endswith("-naive")]:
+            config = {"precision": mode, "optimizer_state": state} | ({"masters": "remainder"} if remainder else {})
+            expected = BY_PAGE(LIKE[mode], bf16_state=state == "bf16", remainder=remainder)
+            assert bytes_a_parameter(config) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.real_sizes
 @on_ranks(2)
-def test_bytes_a_parameter_of_shards(world):
-    for mode in ("32-true", "16-mixed", "bf16-naive"):
-        for state, expected in zip(("full", "bf16"), BYTES[mode], strict=True):
-            config = {"precision": mode, "optimizer_state": state, "parallel": {"data": {"shard": 2}}}
-            assert bytes_a_parameter(config) == pytest.approx(expected / 2, abs=0.1)
-    for masters, allowed in (("full", 4 + 12 / 2 + 0.1), ("remainder", 4 + 10 / 2 + 0.1)):
-        assert bytes_a_parameter({"parallel": {"zero": 1}, "precision": "16-naive", "masters": masters}) <= allowed
-    for mode in ("16-naive", "bf16-naive"):
-        config = {"parallel": {"zero": 1}, "precision": mode, "optimizer_state": "bf16"}
-        assert bytes_a_parameter(config) == pytest.approx(4 + 8 / 2, abs=0.1)
+def test_bytes_a_parameter_of_parts(world):
+    for mode in ("16-mixed", "bf16-naive"):
+        for state in ("full", "bf16"):
+            for parallel, parts in (({"data": {"shard": 2}}, {"shard": 2}), ({"zero": 1}, {"zero": 2})):
+                config = {"precision": mode, "optimizer_state": state, "parallel": parallel}
+                expected = BY_PAGE(LIKE[mode], **parts, bf16_state=state == "bf16")
+                assert bytes_a_parameter(config) == pytest.approx(expected, rel=0.02)
+    for parallel in ({"tensor": 2}, {"pipeline": {"size": 2, "microbatches": 2}}):
+        found = bytes_a_parameter({"precision": "16-mixed", "parallel": parallel}, {"0": "colwise", "1": "rowwise"})
+        assert found == pytest.approx(BY_PAGE("mixed") / 2, rel=0.02)
+    config = {"parallel": {"zero": 1}, "precision": "16-naive", "masters": "remainder"}
+    assert bytes_a_parameter(config) == pytest.approx(BY_PAGE("naive", zero=2, remainder=True), rel=0.02)
 
 
-def bytes_a_parameter(config):
-    """Of all that is held after a step with AdamW, each storage once."""
+def bytes_a_parameter(config, plan=None):
+    """Of all that this rank holds after a step with AdamW, each storage once, over the whole model's parameters."""
     with paramp.launch_from_torch(config):
         model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 300))
         count = sum(parameter.numel() for parameter in model.parameters())
-        engine = engine_of(model, optimizer=adamw)
+        engine = engine_of(model, optimizer=adamw, plan=plan)
         train_step(engine, torch.ones(2, 300))
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held_by(engine)}
         return sum(storages.values()) / count

@@ -146,7 +146,7 @@ PART = [
     (("pp2", "one", "pp2"), MAKES[2:3]),
     (("dp2 + zero1", "one", "dp2 + zero1"), MAKES[3:4]),
 ]
-PART += [(("fsdp2", "tp2", "one"), ("muon_and_adamw", "lamb", "lamb_of_the_last_norm", "plain_steps"))]
+PART += [(("fsdp2", "tp2", "one"), ("muon_and_adamw", "lamb_of_the_last_norm"))]
 
 
 @family

@@ -9,8 +9,9 @@ from beside_plain import adamw, benchmarks_common
 from commands import ROOT
 from counting import Operators
 from families import SEED, WHOLE, family
+from pages import functions_of
 from pool import on_ranks
-from reference import batches, small_gpt
+from reference import batches, local, small_gpt
 from small_engines import engine_of
 
 import paramp
@@ -48,6 +49,46 @@ def test_the_same_bits_as_without_it(world, layout):
             losses, weights = train(how, LAYOUTS[layout], precision)
             assert losses == expected[0], (precision, how)
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
+
+
+def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
+    """Bytes that a forward of 2 x 64 tokens keeps for the backward, weights left out, each storage once."""
+    with paramp.launch_from_torch({"precision": precision, "parallel": parallel, "activation_checkpointing": how}):
+        engine = engine_of(
+            small_gpt(num_layers=num_layers, width=128, max_seq_len=64, vocab_size=vocab_size), GPT.loss, adamw
+        )
+        weights = {local(one).untyped_storage().data_ptr() for one in engine.parameters()}
+        kept = {}
+
+        def keep(tensor):
+            storage = local(tensor).untyped_storage()
+            kept[storage.data_ptr()] = storage
+            return tensor
+
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.forward_backward(tokens, tokens)
+        return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+
+
+@on_ranks(2)
+def test_bytes_that_a_block_keeps(world):
+    """Those that docs/memory.md computes."""
+    by_page = functions_of("docs/memory.md")["bytes_a_token"]
+    split = {"tensor": 2, "sequence_parallel": True}
+    for mode, name, parallel, how in (
+        ("16-mixed", "mixed", {}, "none"),
+        ("16-mixed", "mixed", split, "none"),
+        ("32-true", "32-true", {"tensor": 2}, "none"),
+        ("bf16-naive", "naive", split, "none"),
+        ("bf16-naive", "naive", split, "full"),
+    ):
+        two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
+        casts = 2 * 12 * 128**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
+        expected = by_page(name, 128, **parallel, checkpointed=how == "full")
+        assert (three - two - casts) / (2 * 64) == pytest.approx(expected, rel=0.02), (mode, parallel, how)
+    small, large = (kept_bytes("bf16-naive", {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
+    assert large - small == 4 * (1024 - 128) / 2 * 2 * 64  # bytes, entries of a rank, tokens
 
 
 AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 3: (24, 6, 20), "selective": (16, 8, 16)}

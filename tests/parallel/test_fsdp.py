@@ -139,6 +139,7 @@ def test_under_a_pipeline_a_stage_stays_gathered_for_a_batch(world):
         x, seen = torch.ones(3, 4), []
         for _ in range(4):  # the first finds shapes, and several are compared between ranks
             engine.forward_backward(x, x)
+            engine.zero_grad()
         layer = engine.module.get_submodule(max(mine))[0]
         layer.register_forward_hook(lambda *_: seen.append(gathered_now(engine)))
         layer.register_full_backward_hook(lambda *_: seen.append(gathered_now(engine)))

@@ -1,6 +1,7 @@
 """Partitions of models that are not sequential, against a plain torch loop on the model itself."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -226,6 +227,20 @@ def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
         stage(torch.zeros(1, 17, 4))
+
+
+class Reshaping(Two):
+    def forward(self, x):
+        return self.two(self.one(x).view(-1, 7))
+
+
+def test_an_error_between_modules_names_the_line_and_not_the_node():
+    _, (first, second) = partition_of(Reshaping(), "two")
+    with pytest.raises(RuntimeError) as caught:
+        second(first(torch.zeros(2, 4)))
+    expected = r"shape '\[-1, 7\]' is invalid for input of size \d+ at test_partition_fx\.py:\d+, 'return self\.two"
+    assert re.match(expected, str(caught.value)), caught.value
+    assert "While executing" not in str(caught.value)
 
 
 class Wrapper(nn.Module):

@@ -12,9 +12,9 @@ import paramp
 
 
 class Attention(nn.Module):
-    def __init__(self, heads):
+    def __init__(self, heads, outputs):
         super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(8, 24), nn.Linear(8, 8)
+        self.heads, self.qkv, self.out = heads, nn.Linear(8, outputs), nn.Linear(outputs // 3, 8)
 
     def forward(self, x):
         batch, length, _ = x.shape
@@ -23,8 +23,8 @@ class Attention(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
 
 
-def build(heads):
-    model = nn.Sequential(nn.Linear(8, 8), Attention(heads))
+def build(heads, outputs=24):
+    model = nn.Sequential(nn.Linear(8, 8), Attention(heads, outputs))
     plan = {"*.qkv": "colwise", "1.out": "rowwise"}
     return paramp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, plan=plan)[0]
 
@@ -49,6 +49,10 @@ def test_a_written_number_of_heads_is_named_on_every_rank(world, axis):
             with pytest.raises(paramp.ConfigError, match=f"^{re.escape(MESSAGE)}.* write -1 for the number of heads"):
                 call()
         assert build(heads=-1).forward_backward(x, x).isfinite()
+        for heads in (3, -1):  # which -1 does not help
+            undivided = r"\. The 18 outputs are 3 heads of 6, and 2 tensor ranks do not divide 3 heads: choose a paral"
+            with pytest.raises(paramp.ConfigError, match=undivided):
+                build(heads, outputs=18).forward_backward(x, x)
 
 
 def test_an_error_without_sharded_layers_is_the_models_own():

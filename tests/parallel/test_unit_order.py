@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from beside_plain import assert_weights, randn, seeded
+from families import cases, family
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
@@ -87,7 +88,12 @@ SKIPS = {1: ([0, 2, 3], [0, 2, 2, 3], [0, 2, 1, 3]), 3: ([0, 1, 2],), 0: ([],)}
 """By the first block that is skipped."""
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["first batch", "known order"])
+@family
+@pytest.mark.parametrize(
+    "known",
+    cases("skipped blocks", [False, True], [True], 1),
+    ids=lambda known: "known order" if known else "first batch",
+)
 @on_ranks(2)
 def test_a_block_that_one_rank_skips(world, known):
     with training() as trained:

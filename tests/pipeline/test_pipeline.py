@@ -74,6 +74,7 @@ def test_activations_travel_in_the_compute_dtype(world, precision, dtype):
     ):
         engine, x = engine_of(chain(3, 3, 3, 3, 3)), torch.ones(8, 3)
         engine.forward_backward(x, x)  # finds shapes first
+        engine.zero_grad()
         patch.setattr(torchs_stage.dist, "P2POp", Spy)
         engine.forward_backward(x, x)
     assert set(sent) == {dtype}

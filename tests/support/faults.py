@@ -115,11 +115,11 @@ def planted() -> Iterator[None]:
         result, fault = step(engine), Fault()
         if fault.kind in ("master", "optimizer state", "weight") and engine.num_steps == fault.nth:
             name, _, key = fault.name.rpartition(".") if fault.kind == "optimizer state" else (fault.name, "", "")
-            ((param, stepped),) = (pair[:2] for pair in engine._weights.pairs() if pair[0].name == name)
+            (param,) = (param for param in engine._weights.params if param.name == name)
             values = {
                 "master": lambda: engine._weights.exact(param),
                 "weight": lambda: local(param.parameter),
-                "optimizer state": lambda: engine.optimizer.state[stepped][key],
+                "optimizer state": lambda: engine.optimizer.state[param.stepped][key],
             }
             bump_(values[fault.kind]())
         return result

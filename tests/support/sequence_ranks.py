@@ -97,8 +97,10 @@ def run_segment(world: World, case: Case, begin: str | None, end: str, last: boo
 
 @contextmanager
 def _warnings_of(case: Case) -> Iterator[None]:
-    """Without those that the operations bring about: on edits through ``.data``, and of and in compiled blocks."""
+    """Without those that the operations bring about: on edits through ``.data`` and on batches without a step, and of
+    and in compiled blocks."""
     ignored = [".* was changed in place without moving its version counter"]
+    ignored += ["forward_backward: the second batch before a step", ".* batches have run, and step.. was never called"]
     if case.get("compile"):
         ignored += ["compile: ", "The .grad attribute of a Tensor that is not a leaf"]
         ignored += ["`torch.jit.script_method` is deprecated", ".*Function'> should not be instantiated"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import COLD, PYTHON, ROOT, run, succeeded
-from families import SEED, WHOLE, family
+from families import SEED, WHOLE, family, long
 from pool import on_ranks
 
 from paramp.config.schedules import SCHEDULES
@@ -36,6 +36,7 @@ TABLE_MODES = [] if WHOLE or SEED else ["32-true", "16-naive", "16-true"]
 
 
 @family
+@long
 def test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode(capsys):
     result = measured("amp_table", f"--batch-size 2 --rounds 1 --device cpu --modes {' '.join(TABLE_MODES)}")
     rows = {row["row"]: row for row in result["rows"]}
@@ -168,6 +169,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @family
+@long
 def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_OPTIONAL_PACKAGES)
     some = [] if WHOLE or SEED else ["tests/system/test_one_gpu.py", "tests/system/test_fuzz.py"]

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import re
@@ -11,9 +12,12 @@ import sys
 import tomllib
 from types import ModuleType
 
+import markdown
 import pytest
 import torch
-from commands import ROOT, run, succeeded
+from commands import PYTHON, ROOT, TORCHRUN, run, succeeded
+from families import family, long
+from pages import blocks, read
 from pool import run_on_ranks
 from train_app.settings import configure
 
@@ -24,16 +28,19 @@ from paramp.config.files import load
 from paramp.precision.modes import PRESETS
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train.eval_sequences=8"]
 """What makes a training command short; a later flag wins over an earlier one."""
 SHORT_LOOPS = {
     "range(training.epoch, 4)": "range(training.epoch, 1)",
+    "range(1, 41)": "range(1, 11)",
     "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
 }
 """What makes a page's Python short."""
 ON_FOUR = "torchrun --standalone --nproc-per-node 4"
 ON_TWO = ON_FOUR.replace("4", "2")
+LIKE_MEGATRON = (
+    "--tp 2 --pp 2 --sequence-parallel --precision 16-naive --microbatches 4 --batch-size 16 --seq-len 64 --steps 20"
+)
 
 
 def on_one_and_four(example, *flags):
@@ -42,8 +49,12 @@ def on_one_and_four(example, *flags):
 
 RUN_BY = {
     "test_docs.test_the_python_of_a_page_runs_on_four_ranks": [f"{ON_FOUR} examples/tutorial.py 2 2"],
+    "test_docs.test_the_command_of_megatrons_page_means_what_theirs_does": [
+        f"{ON_FOUR} launch/train.py {LIKE_MEGATRON}"
+    ],
     "test_examples.test_an_example_is_the_same_on_one_rank_and_on_four": [
-        *(*on_one_and_four("own_model.py"), *on_one_and_four("huggingface_llama.py"))
+        *("python examples/own_model.py", "python -m paramp run examples/own_model.py --tp 2 --pp 2"),
+        *on_one_and_four("huggingface_llama.py"),
     ],
     "test_examples.test_an_example_of_a_model_is_the_same_on_one_rank_and_on_four": [
         *(*on_one_and_four("gpt.py"), *on_one_and_four("vision.py"), *on_one_and_four("vision.py", "--model vit"))
@@ -71,21 +82,15 @@ RUN_BY = {
     ],
 }
 """The test, or its fixture, that runs a command: on two hosts for instance."""
+RUN_IN_TEXT = {"source .venv/bin/activate", "pip install -e .", "python -m paramp report runs/tiny"}
+"""Commands in the text of the README: two make the tests' environment, one is run after that of ``make train``."""
 RUN_ELSEWHERE = {command for commands in RUN_BY.values() for command in commands}
-
-
-def read(path):
-    return (ROOT / path).read_text(encoding="utf-8")
-
-
-def blocks(page, *languages):
-    return [body for language, body in BLOCK.findall(read(page)) if language in languages]
 
 
 def commands():
     """The commands of all pages, in their order: later ones may read what earlier ones wrote."""
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    return list(dict.fromkeys(filter(None, (line.partition("  #")[0].strip() for line in lines))))
+    return list(dict.fromkeys(filter(None, (" ".join(line.partition("  #")[0].split()) for line in lines))))
 
 
 def execute(page, *sources):
@@ -126,6 +131,14 @@ def test_the_program_of_reproducible_prints_one_line_on_every_layout(tmp_path):
     assert [first != other for first, other in pairs] == [True, True, True]
 
 
+def test_commands_in_the_text_of_the_readme_are_run_too():
+    """By tests, as the blocks are, or by ``.ci/run``."""
+    programs = r"`((?:make|paramp|pip|python|source|torchrun) [^`]*)`"
+    commands_in_text = set(re.findall(programs, re.sub(r"^```.*?^```$", "", read("README.md"), flags=re.M | re.S)))
+    run_by_ci = {line for line in read(".ci/run").splitlines() if line.startswith("make ")}
+    assert commands_in_text - run_by_ci - set(commands()) - RUN_IN_TEXT == set()
+
+
 def test_commands_run_by_other_tests_exist():
     for name in RUN_BY:
         module, _, function = name.partition(".")
@@ -155,7 +168,9 @@ def test_a_command_runs(command, clone):
         dry_run(*words[1:])  # the whole of it is what .ci/run does, or a benchmark
         return
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # `python` itself starts warm
-    succeeded(run(words + SHORT * ("launch/train.py" in words), cwd=clone, PATH=path, PYTHONPATH=str(ROOT)))
+    if "launch/train.py" in words:
+        words += [*SHORT, *(["--histogram", "2"] if "--histogram" in words else [])]
+    succeeded(run(words, cwd=clone, PATH=path, PYTHONPATH=str(ROOT)))
 
 
 def test_pages_have_the_code_of_their_examples():
@@ -229,11 +244,31 @@ def test_pages_have_the_versions_of_the_project():
     assert paramp.__version__ in read("CHANGELOG.md")
 
 
-def test_make_train_is_what_the_readme_says():
-    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --log-dir runs/tiny" in dry_run("train")
+@family
+@pytest.mark.parametrize("how", ["settings", pytest.param("run", marks=long)])
+def test_make_train_is_what_the_readme_says(how, clone):
+    words = shlex.split(dry_run("train").replace("\\\n", " "))
+    command = words[words.index("launch/train.py") :]
+    assert f"{ON_FOUR} launch/train.py --config launch/tiny.toml --plant-overflow 40" in " ".join(words)
+    assert command[-2:] == ["--log-dir", "runs/tiny"]
     config, job = configure(["--config", str(ROOT / "launch" / "tiny.toml")])
     layout = config.parallel.tensor.size, config.parallel.pipeline.size, config.precision.name, job.train.data
     assert layout == (2, 2, "16-mixed", "stdlib")
+    assert (job.train.steps, config.trace_overflow, job.train.plant_overflow) == (60, True, None)
+    if how == "run":
+        short = [*ON_FOUR.split()[1:], *command, *SHORT, "--plant-overflow", "2", "--trace", "1"]
+        shown = succeeded(run([*TORCHRUN, *short], cwd=clone, PYTHONPATH=str(ROOT))).stdout
+        assert "all 4 ranks skipped step 2" in shown
+        assert "a byte-bigram model" in shown
+        succeeded(run([PYTHON, "-m", "paramp", "report", "runs/tiny"], cwd=clone, PYTHONPATH=str(ROOT)))
+
+
+def test_the_command_of_megatrons_page_means_what_theirs_does():
+    config, job = configure(shlex.split(LIKE_MEGATRON))
+    layout, train = config.parallel, job.train
+    assert (layout.tensor.size, layout.pipeline.size, layout.sequence_parallel) == (2, 2, True)
+    assert (config.precision.name, layout.pipeline.microbatches) == ("16-naive", 16 // 4)
+    assert (train.batch_size, train.seq_len, train.steps, config.clip_grad_norm) == (16, 64, 20, 1.0)
 
 
 def test_the_index_lists_every_page_and_the_reference_every_public_name():
@@ -245,6 +280,39 @@ def test_the_index_lists_every_page_and_the_reference_every_public_name():
     names = {name for name in paramp.__all__ if not isinstance(getattr(paramp, name), (str, ModuleType))}
     assert len(names) > 15
     assert {f"paramp.{name}" for name in names} - shown == set()
+
+
+@pytest.fixture(scope="module")
+def site():
+    """What the site adds to its theme."""
+    path = ROOT / "docs" / "site" / "hooks.py"
+    spec = importlib.util.spec_from_file_location("site_hooks", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("line", "is_loaded"),
+    [
+        ('<script src="https://unpkg.com/a.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.googleapis.com/css">', True),
+        ('<img alt="x" src="https://img.shields.io/a.svg">', True),
+        ('<a href="https://pytorch.org">torch</a> <script src="assets/a.js"></script>', False),
+    ],
+)
+def test_a_page_that_loads_something_over_the_network_fails_the_build(site, line, is_loaded, caplog):
+    site.on_post_page(f"<html>{line}</html>")
+    assert bool(caplog.records) == is_loaded
+
+
+def test_cells_of_tables_have_the_heads_of_their_columns(site):
+    page = markdown.markdown("| | `a` b | c |\n|-|-|-|\n| x | y | |", extensions=["tables", site.LabelledTables()])
+    assert re.findall(r"<td.*?</td>", page) == [
+        "<td>x</td>",
+        '<td data-label="a b">y</td>',
+        '<td data-label="c"></td>',
+    ]
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():

@@ -59,7 +59,7 @@ def test_an_example_is_the_same_on_one_rank_and_on_four(name):
         of_a_pretrained_model(name)
         return
     alone = succeeded(python("examples/own_model.py"))
-    spread = succeeded(torchrun(4, "examples/own_model.py", "2", "2"))
+    spread = succeeded(python("-m", "paramp", "run", "examples/own_model.py", "--tp", "2", "--pp", "2"))
     assert (alone.stderr, spread.stderr) == ("", "")
     assert len(losses(alone.stdout)) == 4
     assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]

@@ -11,9 +11,13 @@ TESTS = Path(__file__).parents[1]
 VARIABLES = {"PARAMP_TEST_SEED": "", "PARAMP_TEST_WHOLE": "", "PARAMP_TEST_DEVICE": "", "PARAMP_TEST_BACKEND": ""}
 SAMPLE_ONLY = [
     "tests/integrations/test_recipes.py::test_the_script_for_ray_train_runs",
+    "tests/system/test_benchmarks.py::test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode",
+    "tests/system/test_benchmarks.py::test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone",
+    "tests/system/test_launch_commands.py::test_mpirun_on_two_hosts",
+    "tests/system/test_mutants.py::test_every_drawn_mutant_is_another_program",
     "tests/system/test_mutants.py::test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake",
 ]
-"""Single tests of half a minute, of another project's cluster and of a tool of the tests."""
+"""Single long tests: of another project's cluster, of hosts that there may not be, and of tools for developers."""
 COLLECT = """
 import json, sys, pytest
 class Found:
@@ -36,7 +40,8 @@ def collected_alone():
 def test_every_family_has_a_case_by_default(request):
     items = request.session.items
     is_default = not (families.WHOLE or families.SEED)
-    if is_default and {item.path for item in items} >= set(TESTS.rglob("test_*.py")):
+    others = set(TESTS.rglob("test_*.py")) - set(TESTS.glob("checks/*"))  # `make lint` runs those
+    if is_default and {item.path for item in items} >= others:
         empty = families.without_a_case(items)  # this run has collected all tests already
     else:
         empty = collected_alone()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
+from families import family, long
 from network_hosts import ADDRESSES, Hosts
 
 from paramp.distributed.rendezvous import free_port
@@ -91,6 +93,8 @@ def hosts():
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
 
 
+@family
+@long
 def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
     """With the example's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))
@@ -128,7 +132,8 @@ def test_two_hosts_with_different_data(tmp_path, capfd):
         assert result.returncode != 0
         assert second.wait(timeout=120) != 0
     errors = result.stderr + capfd.readouterr().err  # the rank that finds it first tells it
-    assert errors.count("train.data: rank 0 reads data of the hash") == 1, errors
+    message = "error: train.data: rank 0 reads data of the hash"
+    assert sum(line.startswith(message) for line in errors.splitlines()) == 1, errors
 
 
 def test_a_port_in_use():
@@ -153,6 +158,13 @@ def test_what_the_hostfiles_lines_mean(tmp_path):
     hosts = hostfile(tmp_path, "# ours\r\nnode1 slots=2\r\n\r\nnode2:3\nnode3 # one\n10.0.0.4 slots = 4 max_slots=8\n")
     result = succeeded(run(["launch/mpirun.sh", hosts, "true"], PATH=f"{tmp_path}:{os.environ['PATH']}"))
     assert result.stdout == "-hosts node1:2,node2:3,node3:1,10.0.0.4:4 -n 10 true\n"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for tool in ("awk", "tr", "id"):
+        (empty / tool).symlink_to(shutil.which(tool))
+    result = run(["launch/mpirun.sh", hosts, "true"], PATH=str(empty))
+    assert result.returncode == 2
+    assert "error: there is no mpirun on the PATH; install Open MPI, which is the package openmpi-bin" in result.stderr
     result = run(["launch/mpirun.sh", hostfile(tmp_path, "# nothing\n"), "true"])
     assert result.returncode == 2
     assert "names no host" in result.stderr

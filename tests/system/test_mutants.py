@@ -40,6 +40,8 @@ def test_that_fails():
 """
 
 
+@family
+@long
 def test_every_drawn_mutant_is_another_program():
     drawn = mutations.drawn(60, "any")
     assert len({mutant.name for mutant in drawn}) == 60

@@ -11,7 +11,7 @@ from paramp import Config
 from paramp.base.errors import ConfigError
 from paramp.tools import cli
 
-COMMANDS = ("doctor", "plot", "verify", "inspect", "export", "import")
+COMMANDS = ("run", "doctor", "report", "plot", "verify", "inspect", "export", "import")
 
 
 @pytest.mark.parametrize("command", [None, *COMMANDS])
@@ -22,7 +22,7 @@ def test_help_explains_each_flag_and_gives_its_default(command, capsys, monkeypa
         run()
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    flags = re.findall(r"^  (--[\w-]+)( [A-Z][A-Z:=]*)?  +(.*)$", text, re.MULTILINE)
+    flags = re.findall(r"^  (--[\w-]+)( \[?[A-Z][A-Z:=]*\]?)?  +(.*)$", text, re.MULTILINE)
     assert len(flags) == len(re.findall(r"^  --", text, re.MULTILINE)), text
     for flag, _, explained in flags:
         required = flag == "--to"
@@ -43,7 +43,7 @@ def test_without_a_command_help_names_every_command_before_torch_loads():
     seen = "import sys; from paramp.tools.cli import main; main([]); print([x for x in sys.modules if 'torch' in x])"
     result = python("-c", seen, PYTHONPATH=str(ROOT), **COLD)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "usage: paramp [-h] COMMAND" in result.stdout
+    assert "usage: paramp [-h] [--version] COMMAND" in result.stdout
     assert tuple(re.findall(r"^    (\w+)  ", result.stdout, re.MULTILINE)) == COMMANDS
     assert result.stdout.endswith("\n[]\n")
 

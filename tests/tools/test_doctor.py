@@ -77,25 +77,58 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
     assert found["modes"]["32-true"] == {"runs": "natively", "why": "float32 products"}
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_stands_in_one_place(capsys):
     """In the package; pyproject.toml reads it there, and the newest entry of the changelog is of it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in project["project"]
-    assert project["project"]["dynamic"] == ["version"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "paramp.__version__"}
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["hatch"]["version"] == {"path": "paramp/__init__.py"}
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
     assert newest is not None
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"paramp {paramp.__version__}\n"
     assert newest[1] == paramp.__version__ == doctor.examine()["versions"]["paramp"]
 
 
-def test_a_checkout_shows_its_commit(tmp_path, monkeypatch):
-    assert doctor._commit(tmp_path) is None
-    for command in ("init -q", "-c user.name=A -c user.email=a@b commit -q --allow-empty -m A"):
-        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
-    commit = doctor._commit(tmp_path)
-    assert re.fullmatch("[0-9a-f]{7,}", commit)
-    monkeypatch.setattr(doctor, "_commit", lambda _: commit)
-    assert f"paramp    {paramp.__version__} (commit {commit}), Python" in doctor.doctor()
+def test_a_clone_and_its_worktrees_show_their_commits_without_git(tmp_path, monkeypatch):
+    clone, tree = tmp_path / "clone", tmp_path / "tree"
+    clone.mkdir()
+
+    def git(*arguments):
+        result = subprocess.run(["git", "-C", str(clone), *arguments], check=True, capture_output=True, text=True)
+        return result.stdout.strip()
+
+    def commit():
+        git("-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", str(len(made)))
+        made.append(git("rev-parse", "HEAD"))
+        return made[-1]
+
+    made: list[str] = []
+    git("init", "-q")
+    assert [doctor._commit(folder) for folder in (tmp_path, clone)] == [None, None]
+    shown = []
+
+    def show(folder):
+        with monkeypatch.context() as without:
+            without.setenv("PATH", "")
+            shown.append(doctor._commit(folder))
+
+    commit()
+    show(clone)  # a branch in a file of its own
+    git("pack-refs", "--all")
+    show(clone)
+    git("worktree", "add", "-q", "-b", "B", str(tree))
+    commit()
+    show(tree)
+    show(clone)
+    git("checkout", "-q", "--detach")
+    commit()
+    show(clone)
+    assert shown == [sha[:10] for sha in (made[0], made[0], made[0], made[1], made[2])]
+    assert len(set(made)) == 3
+    monkeypatch.setattr(doctor, "_commit", lambda _: shown[0])
+    assert f"paramp    {paramp.__version__} (commit {shown[0]}), Python" in doctor.doctor()
 
 
 OF_TE = {"transformer-engine", "transformer-engine-float16"}

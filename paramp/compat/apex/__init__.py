@@ -3,6 +3,9 @@
 NVIDIA removed ``apex.amp`` from Apex in 2025. This one also supports models that are distributed over processes.
 """
 
-from . import amp, fp16_utils, normalization, optimizers, parallel
+from ..foreign_modules import add_modules
+from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
-__all__ = ["amp", "fp16_utils", "normalization", "optimizers", "parallel"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+
+add_modules("apex")

@@ -1,5 +1,6 @@
 """Composer's interface: ``from paramp.compat.composer import functional, algorithms``."""
 
+from ..foreign_modules import add_modules
 from ..missing import missing
 from . import algorithms, functional
 
@@ -10,3 +11,5 @@ __getattr__ = missing(
     {"Trainer": "write the loop, with paramp.initialize(model, optimizer, criterion, algorithms=[...])"},
     "only functional and algorithms are here; the page docs/from-composer.md names what to use instead",
 )
+
+add_modules("composer")

@@ -58,5 +58,10 @@ class FusedRMSNorm:
 
 
 __getattr__ = missing(
-    __name__, {}, "only those on norms are here; any object with apply(model, precision) is an algorithm"
+    __name__,
+    {
+        "GradientClipping": "set clip_grad_norm in the configuration",
+        "LabelSmoothing": "use torch.nn.CrossEntropyLoss(label_smoothing=0.1)",
+    },
+    "only those on norms are here; any object with apply(model, precision) is an algorithm",
 )

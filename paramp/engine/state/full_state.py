@@ -73,7 +73,7 @@ def _local_tensors(params: ParamChunks, *, averages: bool) -> dict[str, torch.Te
     weights, batch_axis = params.weights, params.context.batch_axis
     weights.put_back()
     masters = weights.full_precision(averages=averages)
-    by_parameter = {id(p): masters[name] for name, p in zip(weights.names, weights.parameters, strict=True)}
+    by_parameter = {id(param.parameter): masters[param.name] for param in weights.params}
     tensors: dict[str, torch.Tensor] = {}
     for name, value in params.module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or name.endswith(EXTRA_STATE):  # Transformer Engine's scales

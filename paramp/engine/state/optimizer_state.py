@@ -85,7 +85,7 @@ class OptimizerState:
         """
         for weights in self._weights:
             states = weights.optimizer.state
-            for param, stepped, _ in weights.pairs():
+            for param, stepped in weights.pairs():
                 if self._is_whole(param) or (param.own[0] < param.own[1] and param.group != NO_GROUP):
                     yield param, stepped, states[stepped] if begin else states.get(stepped, {})
 

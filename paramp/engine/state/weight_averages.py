@@ -115,7 +115,7 @@ class WeightAverages:
             for param in buffer.params:
                 if param in local:
                     name = f"{EMA}{self._params.first_names[param.name]}"
-                    yield self._params.trained(param, name, buffer.average[buffer.own_range(param)])
+                    yield self._params.trained(param, name, buffer.average[param.own_range])
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """Fill the averages after weights and masters; ``read`` fills chunks from the checkpoint, a collective.

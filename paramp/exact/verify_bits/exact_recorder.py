@@ -137,8 +137,8 @@ class ExactRecorder(Observer):
         for kind, values in numbers.items():
             self._trace.add(self._key(kind, ""), torch.tensor(values, dtype=torch.float64))
         first_names, params = engine._params.first_names, engine._params
-        for param, _, buffer in engine._weights.pairs():
-            if buffer.masters.state and param.own[0] < param.own[1]:
+        for param in engine._weights.params:
+            if param.buffer.masters.state and param.own[0] < param.own[1]:
                 chunk = params.trained(param, param.name, engine._weights.exact(param))
                 for part in chunk.slices:
                     self._trace.add(self._key("master", first_names[param.name]), part.values, part.offsets)

@@ -1,4 +1,4 @@
-"""The compiled step of an engine's optimizer, and whether it is used."""
+"""The compiled step of an engine's optimizer and the compiled sums of its norm, and whether they are used."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from ...base import sizes
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
+from ...scaling.local_norm import Sums
 from ..flat_buffer import StepRange
 from ..flat_weights import OptimizerWeights
 from ..fused_step import FusedStep, StepBlock
@@ -27,6 +28,7 @@ from .kernels import (
 )
 
 is_in_torch_dispatch_mode = take("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
+"""Under such a mode, as that of a counter of operations, nothing compiled may be called."""
 
 TRIED = 2**16
 """Elements of the step with which each kernel is compared with its uncompiled function. Inductor decides by this first
@@ -190,3 +192,26 @@ def agrees(kernel: Callable[..., None], variant: Variant, device: torch.device) 
     return all(
         torch.allclose(one, other, rtol=1e-5 if one.itemsize > 2 else 0.01, atol=1e-5) for one, other in compared
     )
+
+
+def sums_for(context: ParallelContext) -> Sums | None:
+    """The sums of squares of the gradient norm, compiled, for half-precision gradients on a CPU; None: not compiled.
+
+    torch's own norms read fp32 there, so half-precision gradients are widened into memory first. For fp32 gradients,
+    and on GPUs, a compiled pass is no faster.
+    """
+    options = inductor_options(context.config.compile_options)
+    if options is None or context.device.type != "cpu":
+        return None
+    return compiled_sums(options)
+
+
+def sums_of_squares(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row of ``rows``, 2-dim half precision; 1-dim fp32."""
+    return rows.float().square().sum(1)
+
+
+@functools.cache
+def compiled_sums(options: InductorOptions) -> Sums:
+    """:func:`sums_of_squares`, compiled with Inductor's ``options``; compiling takes seconds, in its first call."""
+    return torch.compile(sums_of_squares, dynamic=True, fullgraph=True, options=dict(options))

@@ -49,19 +49,12 @@ class MatrixExchange:
             whole model. Between steps these are placeholders without memory; their values are NaN.
     """
 
-    def __init__(
-        self,
-        params: Sequence[FlatParam],
-        dtypes: Sequence[torch.dtype],
-        shapes: Mapping[str, torch.Size],
-        group: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, params: Sequence[FlatParam], shapes: Mapping[str, torch.Size], group: dist.ProcessGroup) -> None:
         """A collective of ``group``, whose ranks have the same ``params``.
 
-        Args:
-            dtypes: that of each parameter's optimizer state.
-            shapes: in the whole model, by name; a tensor-parallel style may store other shapes.
+        ``shapes``: in the whole model, by name; a tensor-parallel style may store other shapes.
         """
+        dtypes = [param.buffer.masters.dtype for param in params]  # those of optimizer state
         self.params = params
         self._group = group
         self._rank = dist.get_rank(group)

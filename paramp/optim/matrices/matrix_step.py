@@ -1,15 +1,19 @@
-"""The step of an optimizer that needs whole matrices, of which each rank has shards."""
+"""Which optimizers step whole matrices, of which each rank has shards, each on the rank that owns it; their step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from ...base.collectives import gather_objects
+from ...distributed.context import BATCH_ROLES, ParallelContext
+from ...scaling.replica_counts import Role
 from ..flat_buffer import FlatParam
-from ..flat_weights import OptimizerWeights
-from .matrix_exchange import placeholder
+from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
+from .matrix_exchange import MatrixExchange, placeholder
+from .whole_matrix_trial import needs_whole_matrices
 
 
 class MatrixStep:
@@ -27,8 +31,6 @@ class MatrixStep:
         self._weights = weights
         self._state = state
         self._exchange = weights.exchange
-        buffer_of = {param: buffer for buffer in weights.buffers for param in buffer.params}
-        self._places = [(param, buffer_of[param]) for param in self._exchange.params]
 
     @torch.no_grad()
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
@@ -36,10 +38,11 @@ class MatrixStep:
         skips = bool(found_inf)  # the host waits
         if skips:
             self._weights.changes.postpone()
-        if skips or not self._places:
+        if skips or not self._exchange.params:
             return
         compare = self._weights.changes.due
-        masters = [buffer.masters.read(buffer.own_range(param), compare=compare) for param, buffer in self._places]
+        params = self._exchange.params
+        masters = [param.buffer.masters.read(param.own_range, compare=compare) for param in params]
         gradients = self._exchange.to_owners(self._unscaled(grad_scale))
         values = self._exchange.to_owners(masters)
         for param, stepped in self._exchange.owned.items():
@@ -54,18 +57,44 @@ class MatrixStep:
                 stepped.grad, stepped.data = None, placeholder(stepped.shape, stepped.dtype, stepped.device)
         new = [torch.empty_like(master) for master in masters]
         self._exchange.from_owners(wholes, new)
-        for (param, buffer), master in zip(self._places, new, strict=True):
-            buffer.masters.write(buffer.own_range(param), master)
+        for param, master in zip(params, new, strict=True):
+            param.buffer.masters.write(param.own_range, master)
         self._weights.gather_weights()
 
     def _unscaled(self, grad_scale: torch.Tensor) -> list[torch.Tensor]:
         """What this rank holds of each gradient, divided by ``grad_scale``; in the dtype of the optimizer's state."""
         unscaled = []
-        for param, buffer in self._places:
-            gradient = buffer.gradients[buffer.flat_range(param)]
+        for param in self._exchange.params:
+            gradient = param.stepped_gradient
             wide = torch.promote_types(gradient.dtype, torch.float32)  # in half precision the scale may overflow
-            unscaled.append(gradient.to(wide).div(grad_scale).to(buffer.masters.dtype))
+            unscaled.append(gradient.to(wide).div(grad_scale).to(param.buffer.masters.dtype))
         return unscaled
 
     def state_loaded(self) -> None:
         """No action: nothing here depends on the optimizer's state."""
+
+
+def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], context: ParallelContext) -> None:
+    """Give an owner rank to each matrix of optimizers that need whole ones, where ranks have shards. A collective.
+
+    Owners are among the ranks that together hold one replica of the shards, so nothing goes between replicas: they step
+    the same matrices and get the same bits. Under ZeRO all data ranks have different parts, and owners are among all.
+
+    Raises:
+        ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
+    """
+    roles: list[Role] = [*(BATCH_ROLES if weights.is_partitioned else ())]
+    roles += ["shard"] if context.config.parallel.shard > 1 else []
+    roles += ["tensor"] if context.tensor_axis.size > 1 else []
+    if not roles and context.stage_axis.size == 1:
+        return
+    own = [needs_whole_matrices(one.optimizer, context.device) for one in weights.by_optimizer]
+    tried = [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]
+    if not roles or not any(tried):
+        return
+    group = context.make_group("matrices", context.ranks_along(context.axes_of(*roles)))
+    assert group is not None
+    for one, is_needed in zip(weights.by_optimizer, tried, strict=True):
+        if is_needed:
+            params = [param for param in one.params if param.group != NO_GROUP]
+            one.exchange = MatrixExchange(params, shapes, group)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...distributed.rng import forked
 
 ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -45,8 +46,7 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
     """
     if type(optimizer) in ELEMENTWISE:
         return False
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with forked(device):
         found = [_tried(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer)]
     return any(found)
 
@@ -56,7 +56,7 @@ def copies_weights(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
     A copy is tried, as in :func:`needs_whole_matrices`, on a weight that is large beside its gradients and updates.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with forked(device):
         return any(_keeps(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer))
 
 

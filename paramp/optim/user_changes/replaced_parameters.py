@@ -8,7 +8,6 @@ is a view of a flat buffer: its value is taken from the replacement, and it is p
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import is_dtensor, local
+from ...base.module_surgery import names_by_parameter
 
 Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
 """Updates the masters of parameters."""
@@ -31,9 +31,7 @@ class ModelParameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.replaced: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
-        self._names: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._names[parameter].append(name)
+        self._names = names_by_parameter(module)
         self._record()
 
     def follow_loads(self, follow: Follow) -> None:

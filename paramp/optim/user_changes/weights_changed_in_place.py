@@ -24,6 +24,7 @@ import torch
 
 from ...base import sizes
 from ...base.dtensor import is_dtensor
+from ...scaling.decision import HostCopy
 from ..flat_buffer import ALIGNMENT, Buffer, FlatParam
 
 VERSION = operator.attrgetter("_version")
@@ -45,10 +46,7 @@ class ChangedWeights:
         self._samples = [_Sample(buffer) for buffer in buffers if buffer.masters.has_master]
         self._found: list[tuple[_Sample, torch.Tensor]] = []
         self._num_steps = 0
-        on_gpu = device.type == "cuda"
-        self._count = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._unread = False
+        self._num_found = HostCopy(1, torch.float64, device)
         self._set_parameters()
 
     def _set_parameters(self) -> None:
@@ -80,7 +78,8 @@ class ChangedWeights:
 
     def look(self) -> torch.Tensor:
         """Begin a step: 1 if this rank's sample has found a change that was not announced, else 0; 1-dim float64."""
-        self._read_last()
+        if self._num_found.take():  # in the last step; the device has run on to this one's backward
+            self._compare_always()
         found = torch.zeros(1, dtype=torch.float64, device=self._device)
         versions = self._current_versions()
         if versions != self._versions:
@@ -100,31 +99,21 @@ class ChangedWeights:
         """
         if self._always or not self._samples:
             return
-        if self._copied is None:
-            if num_found:
-                self._compare_always()
-            return
-        self._count.copy_(num_found, non_blocking=True)
-        self._copied.record()
-        self._unread = True
+        if self._num_found.is_late:
+            self._num_found.start(num_found)
+        elif num_found:
+            self._compare_always()
 
     def end_step(self) -> None:
         """The masters have followed, unless :meth:`postpone` was called."""
         self.due = self._always or self._postponed
         self._postponed = False
 
-    def _read_last(self) -> None:
-        if self._unread and self._copied is not None:
-            self._unread = False
-            self._copied.synchronize()  # of the last step; the device has run on to this one's backward
-            if self._count.item():
-                self._compare_always()
-
     def _compare_always(self) -> None:
         self.due = self._always = True
         names = [repr(sample.name_of(changed)) for sample, changed in self._found if changed.any()]
         self._found = []
-        late = "" if self._copied is None else " It is followed from the next change on."
+        late = "" if not self._num_found.is_late else " It is followed from the next change on."
         warnings.warn(
             f"{names[0] if names else 'a weight of another rank'} was changed in place without moving its version "
             f"counter, as through .data.{late} From now on every step compares all weights with their masters, which "
@@ -139,7 +128,7 @@ class _Sample:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        runs = [(param, *run) for param in buffer.params for run in _runs(buffer, param)]
+        runs = [(param, *run) for param in buffer.params for run in _runs(param)]
         self._params = [param for param, _, _ in runs]
         first_rows, lengths = [first for _, first, _ in runs], [length for _, _, length in runs]
         self._first_rows = torch.tensor(first_rows, dtype=torch.int64, device=buffer.weights.device)
@@ -158,9 +147,9 @@ class _Sample:
         return self._params[int(changed.nonzero()[0])].name
 
 
-def _runs(buffer: Buffer, param: FlatParam) -> Iterator[tuple[int, int]]:
+def _runs(param: FlatParam) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each run of ``param`` in this rank's part of the buffer."""
-    own = buffer.own_range(param)
+    own = param.own_range
     if own.start < own.stop:
         first, stop = own.start // ALIGNMENT, -(-own.stop // ALIGNMENT)
         for row in range(first, stop, sizes.SAMPLED_RUN):

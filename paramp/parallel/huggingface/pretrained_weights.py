@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import named_tensors
+from ...base.module_surgery import named_tensors, names_by_parameter
 from ..materialize import outline
 
 CONVERSIONS = "_weight_conversions"
@@ -65,10 +65,7 @@ class PretrainedFiles:
         self._file_of = _files(self._model)
         self._open: dict[Path, Any] = {}
         self._find_sources()
-        names_of: dict[torch.Tensor, list[str]] = {}
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            names_of.setdefault(tensor, []).append(name)
-        for names in names_of.values():  # a tied parameter is stored under one of its names
+        for names in names_by_parameter(model).values():  # a tied parameter is stored under one of its names
             stored = next((name for name in names if name in self._sources), None)
             if stored is not None:
                 self._sources |= dict.fromkeys(names, self._sources[stored])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from ...base.collectives import all_gather_shards, all_reduce_, reduce_scatter_shards
+from ...base.collectives import all_gather_single, all_reduce_, reduce_scatter_single
 from ...base.dtensor import is_dtensor, wrap
 from ...base.torch_internals import older_than, take
 
@@ -155,7 +155,7 @@ def _gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor
         return torch.cat(whole.chunk(group.size()), dim) if dim % x.ndim else whole
     size = group.size()
     whole = x.new_empty(size * x.numel())
-    all_gather_shards(whole, x.contiguous().view(-1), group)
+    all_gather_single(whole, x.contiguous().view(-1), group=group)
     return torch.cat(list(whole.view(size, *x.shape)), dim)
 
 
@@ -168,7 +168,7 @@ def _sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Te
         return _completed(reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
     slices = torch.stack(x.chunk(group.size(), dim))
     own = slices.new_empty(slices[0].numel())
-    reduce_scatter_shards(own, slices.view(-1), group)
+    reduce_scatter_single(own, slices.view(-1), group=group)
     return own.view(slices.shape[1:])
 
 

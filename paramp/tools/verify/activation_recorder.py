@@ -15,6 +15,7 @@ from torch import nn
 from ...base.dtensor import is_dtensor, local
 from ...base.module_surgery import PassThrough
 from ...base.trees import tensors
+from ...distributed.rng import random_states
 from ...engine.engine import Engine
 
 BUDGET = 2**30
@@ -114,7 +115,7 @@ class ActivationRecorder:
         if self._microbatch is None:
             return
         if self._random is not None and self.record.random_in is None:
-            pairs = zip(self._random, self._random_state(), strict=True)
+            pairs = zip(self._random, random_states(self._device), strict=True)
             self.record.random_in = None if all(torch.equal(*pair) for pair in pairs) else name
         found = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in found]
@@ -124,11 +125,7 @@ class ActivationRecorder:
         self._calls[name] += 1
 
     def _keep_random_state(self, *_: Any) -> None:
-        self._random = self._random_state()
-
-    def _random_state(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+        self._random = random_states(self._device)
 
 
 def local_modules(engine: Engine, record: RankRecord) -> list[tuple[str, nn.Module]]:

@@ -24,13 +24,13 @@ from torch import nn
 from ...base.errors import ConfigError, require
 from ...base.trees import tensors
 from ...distributed.context import ParallelContext
+from ...distributed.error_report import report_failure
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
 from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...parallel.batches import Batch
-from ..exit_status import report_failure
 from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
 from .compare import NUM_PERTURBED, compare, rounding
 from .options import EXACT, NORMS, Options, adapts, configure
@@ -224,11 +224,9 @@ def main(folder: Path, run: str) -> int:
     options = Options(**json.loads((folder / "options.json").read_text(encoding="utf-8")))
     faulthandler.dump_traceback_later(options.timeout, exit=True, file=STANDARD_ERROR)
     torch.backends.cudnn.allow_tf32 = False
-    launched = False
     try:
         config = configure(options, run)
         with launch_from_environment(config) as context:
-            launched = True
             records: Iterable[RankRecord]
             num_microbatches = configure(options, "single").parallel.pipeline.num_microbatches
             if options.exact:
@@ -241,7 +239,7 @@ def main(folder: Path, run: str) -> int:
             for index, record in enumerate(records, start=context.rank):
                 torch.save(vars(record), folder / f"{run}-{index}.pt")
     except Exception as error:
-        return report_failure(error, launched)
+        return report_failure(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
     return 0

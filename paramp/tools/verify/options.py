@@ -14,13 +14,13 @@ from ...config.files import SCRIPT_TABLES, load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
 from ...scaling.loss_scaling_options import LossScaling
-from ..flags import LAYOUT, MODE, SEED
+from ..flags import LAYOUT, PRECISION, SEED
 
 EXACT = "paramp.exact.verify_bits.exact_run"
 """The module that configures, runs and compares with ``exact``, imported on first use."""
 RUNS = ("single", "sharded")
 """The names of the two runs: in one process, and on the layout asked for."""
-FLAGS = {**LAYOUT, "precision": (MODE,), "optimization": (SEED,)}
+FLAGS = {**LAYOUT, "precision": PRECISION, "optimization": (SEED,)}
 """Those that set keys of the configuration, by group in ``--help``."""
 NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerNorm()], "fused": [FusedLayerNorm()]}
 """Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""

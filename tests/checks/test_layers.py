@@ -46,10 +46,24 @@ ALLOWED = {
 
 CORE = {"torch", "numpy", "safetensors"}
 EXTRAS = {
-    *("rich", "mpi4py", "tokenizers", "datasets", "pyarrow", "transformers", "tensorboard", "matplotlib"),
+    *(
+        "rich",
+        "mpi4py",
+        "tokenizers",
+        "datasets",
+        "pyarrow",
+        "transformers",
+        "tensorboard",
+        "matplotlib",
+        "bokeh",
+        "jinja2",
+    ),
     *("torchao", "transformer_engine", "lightning", "lightning_utilities", "apex", "sklearn", "peft", "accelerate"),
+    "cloudpickle",
 }
 """What may be missing, so that only functions import it."""
+FOR_TYPES = {"typing_extensions"}
+"""What type checkers have themselves, so that it is imported for them only."""
 
 FILES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES = {".".join(part for part in parts if part != "__init__"): path for parts, path in FILES.items()}
@@ -93,9 +107,14 @@ def test_the_core_needs_torch_numpy_and_safetensors_only():
     for name, tree in TREES.items():
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         inside = {id(child) for function in functions for child in ast.walk(function)}
+        checked = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        for_types = {id(child) for block in checked for child in ast.walk(block)}
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
             allowed = sys.stdlib_module_names | CORE | (EXTRAS if id(node) in inside else set())
+            allowed |= FOR_TYPES if id(node) in for_types else set()
             assert {one.split(".")[0] for one in names} <= allowed, f"{name} imports {names}"

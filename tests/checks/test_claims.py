@@ -23,8 +23,8 @@ def test_every_entry_is_a_claim_and_names_what_shows_it():
         ([], "neither a test"),
         ("rhetoric", "expected a list, or one of"),
         (["benchmarks/none.py"], "no such file"),
-        (["tests/system/test_claims.py"], "names no test"),
-        (["system/test_claims::test_that_is_not_there"], "no such test"),
+        (["tests/checks/test_claims.py"], "names no test"),
+        (["checks/test_claims::test_that_is_not_there"], "no such test"),
     ],
 )
 def test_an_entry_that_shows_nothing_is_found(shown, why):

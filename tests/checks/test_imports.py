@@ -6,6 +6,7 @@ import re
 
 from commands import COLD, ROOT, python, succeeded
 
+import paramp
 from paramp.tools.doctor import PACKAGES
 
 HEAVY = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch._dynamo", "torch._inductor.compile_fx"]
@@ -42,6 +43,14 @@ def test_importing_paramp_loads_neither_layouts_nor_compilers_nor_its_own_parts(
     assert {name for name in imported if name.startswith("paramp.")} == set()
     assert not used.intersection(HEAVY)  # public names load on use
     assert not {name.partition(".")[0] for name in examined}.intersection(OPTIONAL)  # of the doctor
+
+
+def test_the_package_shows_its_public_names_only():
+    assert dir(paramp) == sorted(paramp.__all__)
+    assert not [name for name in paramp.__all__ if name.startswith("_") and name != "__version__"]
+    imported: dict[str, object] = {}
+    exec("from paramp import *", imported)
+    assert imported.keys() - {"__builtins__"} == set(paramp.__all__)
 
 
 def test_a_step_without_a_layout_loads_what_a_plain_loop_does():

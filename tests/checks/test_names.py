@@ -6,7 +6,7 @@ The lists of exceptions only shrink: what was mended is taken out.
 import ast
 from collections import defaultdict
 
-from system.test_layers import GRAPH, MODULES, TREES
+from checks.test_layers import GRAPH, MODULES, TREES
 
 import paramp
 

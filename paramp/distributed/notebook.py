@@ -1,0 +1,137 @@
+"""Ranks for a function of a notebook: ``paramp.notebook(train, ranks=4)``.
+
+The ranks are new processes, started as ``paramp run`` starts those of a script. They get the function by value
+(cloudpickle), because a process that is not the notebook's cannot import what is defined in it. Nothing is forked, so
+the notebook may have used CUDA before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..base.errors import ConfigError, LaunchError, one_line, require
+from .first_failure import is_echo
+from .local_launcher import start_processes
+
+Value = TypeVar("Value")
+
+
+class RankTraceback(Exception):
+    """The traceback of a rank, as the cause of its error in the notebook."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
+    """Call ``fn(*args)`` on new processes of this machine, the ranks of one world, and wait for them.
+
+    In ``fn`` call :func:`paramp.launch_from_torch`, as a script does under torchrun. What the ranks print appears in
+    the notebook. It works in any interactive session, and in scripts.
+
+    Args:
+        fn: may be defined in the notebook, and use its imports, functions, classes and variables: ranks get copies.
+        ranks: the number of processes; each gets a GPU of its own if there are as many.
+
+    Returns:
+        What ``fn`` returned on rank 0. It is sent by pickle, so return small things, and tensors on the CPU.
+
+    Raises:
+        ConfigError: cloudpickle is not installed, ``ranks`` is not 1 or more, or ``fn`` or ``args`` cannot be pickled.
+        Exception: what the first rank that failed has raised, with that rank's traceback as its cause.
+        LaunchError: a rank was ended, or its error or value cannot be pickled.
+        KeyboardInterrupt: the notebook was interrupted. The ranks get SIGTERM and 30 seconds to end.
+    """
+    is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
+    require(is_count, "ranks", ranks, "an integer of 1 or more")
+    require(callable(fn), "fn", fn, "a function, which each rank calls")
+    if importlib.util.find_spec("cloudpickle") is None:
+        raise ConfigError('notebook: cloudpickle is not installed; run pip install "paramp[notebook]"')
+    with tempfile.TemporaryDirectory(prefix="paramp-notebook-") as name:
+        folder = Path(name)
+        _write(
+            folder / "call",
+            (fn, args),
+            "fn or its arguments cannot be sent to the ranks; create inside fn what is in the way",
+        )
+        # The ranks import what the notebook can import.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import call_on_rank; call_on_rank({name!r})"
+        sys.stdout.flush()
+        try:
+            code = start_processes([sys.executable, "-c", program], ranks)
+        except SystemExit as stopped:
+            raise KeyboardInterrupt from stopped
+        if code:
+            _raise_error_of_rank(folder, ranks, code)
+        if not (folder / "value").exists():
+            raise LaunchError("notebook: rank 0 ended without returning from fn, as by sys.exit()")
+        value: Value = pickle.loads((folder / "value").read_bytes())
+        return value
+
+
+def _write(path: Path, value: Any, problem: str) -> None:
+    """Pickle ``value`` to a file; a ConfigError that begins with ``problem`` if it cannot be pickled."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        content = cloudpickle.dumps(value)
+    except Exception as error:
+        raise ConfigError(f"notebook: {problem}: {type(error).__name__}: {one_line(str(error))}") from error
+    path.write_bytes(content)
+
+
+def _raise_error_of_rank(folder: Path, ranks: int, code: int) -> None:
+    """Raise the error that a rank has written; that of a rank that another one made fail comes last."""
+    found = []
+    for rank in range(ranks):
+        path = folder / f"error-{rank}"
+        if path.exists():
+            echo, message, text, pickled = pickle.loads(path.read_bytes())
+            found.append((echo, path.stat().st_mtime_ns, rank, message, text, pickled))
+    if not found:
+        raise LaunchError(f"notebook: a rank ended with exit code {code} without an exception; its output says more")
+    _, _, rank, message, text, pickled = min(found)
+    error: BaseException = LaunchError(f"rank {rank} failed: {message}")
+    if pickled is not None:
+        error = pickle.loads(pickled)
+    raise error from RankTraceback(f"rank {rank} of {ranks}:\n{text}")
+
+
+def call_on_rank(folder: str) -> None:
+    """Call the function in ``folder`` on this rank, and write its value or its error there. It ends the process."""
+    place, rank = Path(folder), int(os.environ["RANK"])
+    try:
+        fn, args = pickle.loads((place / "call").read_bytes())
+        value = fn(*args)
+        if rank == 0:
+            _write(place / "value", value, "what fn returned on rank 0 cannot be sent back; return something else")
+    except Exception as error:
+        _write_error(place / f"error-{rank}", error)
+        sys.exit(1)
+
+
+def _write_error(path: Path, error: Exception) -> None:
+    frames = traceback.format_exception(error.with_traceback(_user_frames(error)))
+    pickled: bytes | None = None
+    with contextlib.suppress(Exception):  # as of an exception whose arguments are not those of its class
+        import cloudpickle
+
+        attempt: bytes = cloudpickle.dumps(error)
+        pickle.loads(attempt)
+        pickled = attempt
+    message = f"{type(error).__name__}: {error}"
+    path.write_bytes(pickle.dumps((is_echo(error), message, "".join(frames), pickled)))
+
+
+def _user_frames(error: Exception) -> Any:
+    """The traceback of ``error`` without the frame of :func:`call_on_rank`."""
+    return error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)

@@ -1,0 +1,1 @@
+"""``paramp report``: the page of a run."""

@@ -1,0 +1,26 @@
+"""The code blocks of README and docs."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    return [body for language, body in BLOCK.findall(read(page)) if language in languages]
+
+
+def functions_of(page: str) -> dict[str, Any]:
+    """What the first Python block of ``page`` defines."""
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(blocks(page, "python")[0], page, "exec"), names)
+    return names

@@ -1,0 +1,166 @@
+"""The log of metrics that any loop writes."""
+
+import json
+import math
+import struct
+
+import pytest
+import torch
+from families import family, long
+
+import paramp
+from paramp.base.errors import ConfigError, ReplicaDrift, TrainingDiverged
+from paramp.observe.grad_histogram import GradientHistogram
+from paramp.observe.replica_check import Difference
+from paramp.observe.timeline import RankSpans, Span, Timeline
+from paramp.scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, RankCoordinates
+from paramp.tools.metrics import Metrics
+from paramp.tools.run_folder import read_run
+
+
+def test_a_loop_writes_metrics_of_its_own(tmp_path):
+    folder = tmp_path / "new" / "run"
+    for resumed_at in (None, 2):
+        with Metrics(folder, resumed_at=resumed_at) as metrics:
+            for step in range((resumed_at or 0) + 1, 4):
+                metrics.write(step, loss=torch.tensor(0.5), grad_norm=math.inf, accuracy=step / 4, skipped=0)
+    run = read_run(folder)  # as `paramp plot` does
+    assert run.records == [
+        {"step": step, "loss": 0.5, "grad_norm": None, "accuracy": step / 4, "skipped": 0} for step in (1, 2, 3)
+    ]
+    assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 3
+    with Metrics(tmp_path / "none", enabled=False) as metrics:
+        metrics.write(1, loss=0.5)
+    assert not (tmp_path / "none").exists()
+
+
+PLACE = RankCoordinates(3, (("pp", 1), ("tp", 1)), 1)
+FAR = NonFiniteGradient("a.weight", RankCoordinates(0), "NaN", 4, 4, 0.0)
+NEAR = NonFiniteGradient("b.weight", PLACE, "inf", 1, 4, 60000.0)
+REPORT = OverflowReport(8.0, (FAR, NEAR), Origin("backward", "b", PLACE, "inf", 0, 2, 60000.0))
+HISTOGRAM = GradientHistogram({-25: 1.0, 3: 2.0}, 1.0, 0.0, 8.5, 8.0, torch.float16)
+DRIFT = Difference("weight", "a", (1,), (0,), "the weight of 'a' on rank 1 differs from rank 0", ())
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
+    with Metrics(tmp_path, settings={"lr": math.inf, "net": "<b>"}) as metrics:
+        metrics.record(1, HISTOGRAM)
+        metrics.record(1, REPORT)
+        metrics.record(2, [])
+        metrics.record(2, Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]]))
+        metrics.write(3, loss=1.0)
+        metrics.record(3, [])
+    launch, histogram, overflow, replicas, trace, _, end = events(tmp_path)
+    assert (launch["event"], launch["resumed_at"], launch["layout"], launch["mode"]) == ("launch", None, None, None)
+    assert launch["settings"] == {"lr": None, "net": "<b>"}
+    assert launch["machine"]["versions"]["torch"] == torch.__version__
+    assert (histogram["counts"], histogram["zeros"], histogram["scale"]) == ({"-25": 1.0, "3": 2.0}, 1.0, 8.0)
+    found = ("b.weight", "b", 3, 1, 2, {"pp": 1, "tp": 1})  # the gradient on the origin's rank, though it comes second
+    assert tuple(overflow[key] for key in ("parameter", "module", "rank", "stage", "microbatch", "axes")) == found
+    assert overflow["message"] == str(REPORT)
+    assert replicas == {"event": "replicas", "step": 2, "differences": []}
+    assert json.loads((tmp_path / trace["file"]).read_text())["traceEvents"][-1]["dur"] == 5e5
+    assert (end["step"], end["error"]) == (3, None)
+
+    drift = ReplicaDrift("replicas: differ", [DRIFT])
+    with pytest.raises(ReplicaDrift), Metrics(tmp_path, resumed_at=2) as metrics:
+        raise drift
+    kinds = [(event["event"], event.get("step")) for event in events(tmp_path)]
+    expected = ["launch", "histogram", "overflow", "replicas", "trace", "end", "launch", "replicas", "end"]
+    steps = (None, 1, 1, 2, 2, 3, None, 2, 2)  # what was found at step 3 is gone
+    assert kinds == list(zip(expected, steps, strict=True))
+    *_, second, differing, end = events(tmp_path)
+    assert (second["resumed_at"], end["error"]) == (2, "ReplicaDrift: replicas: differ")
+    assert (differing["differences"][0]["parameter"], differing["differences"][0]["ranks"]) == ("a", [1])
+    assert (tmp_path / trace["file"]).is_file()
+    with pytest.raises(TrainingDiverged), Metrics(tmp_path) as metrics:
+        raise TrainingDiverged("stopped", REPORT)
+    assert [event["event"] for event in events(tmp_path)] == ["launch", "overflow", "end"]
+    assert (tmp_path / "traces.1").is_dir()
+    assert (tmp_path / "events.2.jsonl").is_file()
+    with pytest.raises(ConfigError, match=r"got 'text', expected an OverflowReport"):
+        Metrics(tmp_path, enabled=False).record(1, "text")
+
+
+def test_a_launch_has_the_layout_and_the_settings_of_the_context(tmp_path):
+    config = {"precision": "bf16-mixed", "BATCH": 7, "check_replicas_every": 2}
+    with paramp.launch_from_torch(config, backend="gloo", device="cpu"), Metrics(tmp_path):
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = paramp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.mse_loss)
+        found = []
+        for _ in range(3):
+            engine.forward_backward(torch.ones(2, 2), torch.ones(2, 2))
+            engine.step()
+            found.append(engine.replicas_found)
+    (launch, _) = events(tmp_path)
+    assert (launch["layout"], launch["world_size"], launch["mode"]) == ({"pp": 1, "dp": 1, "tp": 1}, 1, "bf16-mixed")
+    assert launch["settings"]["BATCH"] == 7
+    assert launch["settings"]["precision.grad_dtype"] == "float32"
+    assert found == [None, [], None]
+
+
+def wandb_log(folder):
+    """The function of a real run that is not synced, and what is read of its file: LevelDB's log of one block."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    run = wandb.init(project="a", mode="offline", dir=folder, settings=wandb.Settings(console="off", silent=True))
+
+    def read():
+        run.finish()
+        (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+        data, start, rows = path.read_bytes(), 7, {}
+        while start < len(data):
+            _, length, kind = struct.unpack_from("<IHB", data, start)
+            assert kind == 1  # a record that is whole
+            record = Record.FromString(data[start + 7 : start + 7 + length])
+            items = {"".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            if items:
+                rows[items["_step"]] = {name: value for name, value in items.items() if not name.startswith("_")}
+            start += 7 + length
+        return rows
+
+    return run.log, read
+
+
+def tensorboard_log(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def read():
+        writer.close()
+        events, rows = EventAccumulator(str(folder)), {}
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            for event in events.Scalars(tag):
+                rows.setdefault(event.step, {})[tag] = event.value
+        return rows
+
+    return (lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()]), read
+
+
+@pytest.mark.parametrize(
+    "logger",
+    [tensorboard_log, pytest.param(wandb_log, marks=[family, long])],
+)
+def test_hooks_of_other_loggers_write_what_they_are_given(tmp_path, logger):
+    """Numbers that are finite alone, each step; nothing where the log is off."""
+    log, read = logger(tmp_path)
+    with Metrics(tmp_path / "run", hooks=[log]) as metrics, Metrics(tmp_path, enabled=False, hooks=[log]) as off:
+        metrics.write(1, loss=torch.tensor(0.5), grad_norm=math.inf, note="first", skipped=1)
+        metrics.write(2, loss=0.25, grad_norm=2.0, skipped=0)
+        off.write(3, loss=1.0)
+    assert read() == {1: {"loss": 0.5, "skipped": 1}, 2: {"loss": 0.25, "grad_norm": 2.0, "skipped": 0}}
+
+
+@pytest.mark.parametrize("hooks", [print, ["print"]])
+def test_hooks_that_are_no_list_of_functions_are_an_error(tmp_path, hooks):
+    with pytest.raises(paramp.ConfigError, match=r"hooks: got .*, expected a list of functions"):
+        Metrics(tmp_path / "run", hooks=hooks)
+    assert not (tmp_path / "run").exists()
