@@ -137,6 +137,9 @@ def test_every_skipped_step_is_marked_and_named(monkeypatch):
         assert columns(panel.figure, name)[-1] == [expected]
     texts = [one.text for one in panel.figure.center if hasattr(one, "text")]
     assert texts == ["blocks.1.up.<w>"]
+    long_name = [*RUN.events[:2], OVERFLOW | {"parameter": "blocks.2.attention.qkv.weight"}]
+    figure = scale_panel(StepAxis.of(LoggedRun("long name", RECORDS, long_name))).figure
+    assert [one.text for one in figure.center if hasattr(one, "text")] == ["…2.attention.qkv.weight"]
     spans = [one.location for one in loss_panel(axis).figure.center if hasattr(one, "location")]
     assert spans == [3.5]
     # so many that they are marked by buckets: none is lost

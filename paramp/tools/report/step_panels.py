@@ -248,7 +248,8 @@ def _name_overflows(axis: StepAxis, plot: Any, marks: dict[str, list[Any]]) -> N
         if name == NO_REPORT or place - previous < 0.45 or not np.isfinite(y):
             continue
         previous = place
-        text = name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+        end = name[1 - LONGEST_NAME :]
+        text = name if len(name) <= LONGEST_NAME else f"…{end.partition('.')[2] or end}"
         shown = Label(x=x, y=y, text=text, text_color=TEXT, text_font=FONT, text_font_size="11px")
         # The scale falls after the step, so there is room to the right of the mark at its height.
         shown.text_align, shown.x_offset = (
