@@ -141,9 +141,9 @@ def _add_verify_arguments(command: Parser) -> None:
         ("--seq-len", int, "N", f"tokens of a random sequence {DEFAULT}"),
         ("--batch-size", int, "N", "samples of a step (default: two a microbatch)"),
         ("--steps", int, "N", f"optimizer steps {DEFAULT}"),
-        ("--lr", float, "X", "learning rate (default: 0.1 of SGD with momentum; --exact: 0.001 of AdamW)"),
+        ("--lr", float, "X", "learning rate (default: 0.1 of SGD; --exact: 0.001 of AdamW)"),
         ("--timeout", float, "SECONDS", f"limit of each run {DEFAULT}"),
-        ("--tolerance", float, "UNITS", "rounding errors that a layer may differ (default: the mode's)"),
+        ("--tolerance", float, "TIMES", "how many times as far apart as by rounding values may be (default: 4)"),
     ):
         default = getattr(Options, flag[2:].replace("-", "_"), None)
         group.add_argument(flag, type=kind, metavar=metavar, default=default, help=explained)

@@ -30,30 +30,41 @@ class RankRecord:
     """The rank on the data axis."""
     tensor_rank: int
     """The rank on the tensor axis."""
+    stage_rank: int = 0
+    """The rank on the pipeline axis."""
     losses: list[float] = field(default_factory=list)
+    """Of each step; the same for all lists but ``modules``, ``packed`` and ``trained``."""
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     batches: list[str] = field(default_factory=list)
-    """A hash of each step's global batch."""
+    """A hash of the global batch."""
     microbatch_size: int = 0
     activations: list[dict[str, Any]] = field(default_factory=list)
-    """The module outputs in the first step, in the order in which calls ended: ``module``, ``microbatch``, ``call``
+    """The module outputs in the order in which calls ended: ``step`` (from 1), ``module``, ``microbatch``, ``call``
     (index among the module's calls in this microbatch) and ``tensors`` (local tensors, floating point, on the CPU)."""
     modules: list[str] = field(default_factory=list)
     """The names of this rank's modules, with all names of shared ones."""
     packed: list[int] = field(default_factory=list)
     """The numbers of blocks (such as 3 for query, key and value) in layers that shard each block separately
     (:class:`paramp.parallel.tensor.linear.PackedColwise`)."""
+    replicas: list[str] = field(default_factory=list)
+    """What differed between replicas after a step, the same on every rank."""
     random_in: str | None = None
     """The first module whose forward changed torch's random state."""
     trained: list[str] = field(default_factory=list)
     """The names of this rank's trained parameters."""
     start: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The whole model's weights before the first step. ``gradient``: its gradient in the first step. ``after_first``,
-    ``end``: its weights after the first and the last step. On pipeline rank 0 only, because all ranks have the same."""
-    gradient: dict[str, torch.Tensor] = field(default_factory=dict)
-    after_first: dict[str, torch.Tensor] = field(default_factory=dict)
-    end: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The whole model's weights before the first step. ``gradients``: its gradient in each step. ``steps``: the change
+    of its weights. On pipeline rank 0 only, because all ranks have the same."""
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def forget_step(self) -> None:
+        """Remove the last step, which is made again."""
+        step = len(self.losses)
+        self.activations = [output for output in self.activations if output["step"] < step]
+        for values in (self.losses, self.grad_norms, self.skipped, self.gradients, self.steps):
+            values.pop()
 
 
 class ActivationRecorder:
@@ -89,7 +100,8 @@ class ActivationRecorder:
     @contextmanager
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
         """Record the modules that run inside, if ``kind`` is a forward."""
-        if kind != "forward" or (microbatch and self._bytes > BUDGET):
+        later = microbatch or self.record.losses  # than the first microbatch of the first step
+        if kind != "forward" or (later and self._bytes > BUDGET):
             yield
             return
         self._microbatch = microbatch
@@ -108,8 +120,8 @@ class ActivationRecorder:
         found = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in found]
         self._bytes += sum(copy.nbytes for copy in copies)
-        call = {"module": name, "microbatch": self._microbatch, "call": self._calls[name], "tensors": copies}
-        self.record.activations.append(call)
+        at = {"step": len(self.record.losses) + 1, "module": name, "microbatch": self._microbatch}
+        self.record.activations.append({**at, "call": self._calls[name], "tensors": copies})
         self._calls[name] += 1
 
     def _keep_random_state(self, *_: Any) -> None:
@@ -138,20 +150,34 @@ def _num_packed(module: nn.Module) -> int:
 
 
 @torch.no_grad()
-def first_gradient(engine: Engine) -> dict[str, torch.Tensor]:
-    """The unscaled gradient of the first step by parameter name, in the form of :meth:`~paramp.Engine.full_state_dict`.
+def gradient_of(engine: Engine, norm: float) -> dict[str, torch.Tensor]:
+    """The gradient of the last step, unscaled and before clipping to 1, in the form of ``full_state_dict``.
 
-    After the first step it equals SGD's momentum buffer. The buffer is copied over the weights temporarily, so that it
-    is gathered from shards, stages and data ranks in the same way. A collective of the world.
+    It is SGD's momentum buffer, which is copied over the weights for a moment, so that it is gathered from shards,
+    stages and data ranks as they are. The weights then are as before, even if they were wrong. A collective.
+
+    Args:
+        norm: the gradient's.
     """
     optimizer = engine.optimizer
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    weights = [parameter.detach().clone() for parameter in stepped]
+    both = [*stepped, *(local(parameter) for parameter in engine.module.parameters())]
+    kept = [tensor.detach().clone() for tensor in both]
     for parameter in stepped:
-        parameter.copy_(optimizer.state[parameter]["momentum_buffer"])
+        parameter.copy_(optimizer.state[parameter]["momentum_buffer"] * max(1.0, norm))
     engine._weights.write_back()
     gradient = engine.full_state_dict()
-    for parameter, weight in zip(stepped, weights, strict=True):
-        parameter.copy_(weight)
-    engine._weights.write_back()
+    for tensor, value in zip(both, kept, strict=True):
+        tensor.copy_(value)
     return gradient
+
+
+@torch.no_grad()
+def perturb(engine: Engine, unit: float, generator: torch.Generator) -> None:
+    """Change each floating-point weight at random by up to ``unit`` times itself; of an engine of one process."""
+    stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
+    for tensor in (tensor for tensor in (*stepped, *frozen) if tensor.is_floating_point()):
+        noise = torch.rand(tensor.shape, dtype=torch.float64, generator=generator).mul_(2.0).sub_(1.0)
+        tensor.copy_(tensor.double() * (1.0 + unit * noise.to(tensor.device)))
+    engine._weights.write_back()

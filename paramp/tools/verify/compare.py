@@ -1,26 +1,27 @@
 """Comparing a model on a layout with the same model in one process, layer by layer.
 
-Two runs in the same mode, from the same weights and on the same batches, record what they compute. Both round to the
-mode's dtype, but at other places and in another order, so values may differ by a few rounding errors. Distances
-are relative L2 norms, in units of that rounding error::
+Both runs make the same steps in the same mode. Before each one, the single process takes the weights that the layout
+has come to, so that a difference is of this step alone, and rounding does not add up over steps. What rounding makes
+of a step depends on the model: at a kink, such as that of ReLU, or in the routing of experts, one rounding error
+decides which way a sample goes. So it is measured. The single process makes each step :data:`NUM_PERTURBED` more times
+from weights that differ by one unit in the last place. All distances are L2 norms of differences::
 
-    forward     || sharded - single || / || single ||                               of each output of a layer
-    gradient    || sharded - single || / max(|| single ||, rms of the layer's)      of each parameter, in the first step
-    step        the same of a weight's change in the first step, plus the error of rounding the weight
-    weights     the same of a weight's change from start to end
+    noise       of the perturbed steps from the single process's, the largest over steps; at least one rounding
+                error of the largest value
+    forward     || sharded - single || / noise      of each output of a layer, in each microbatch
+    gradient    the same of a parameter's gradient, before clipping
+    step        the same of a weight's change in the step
+    loss, norm  the same of the loss and of the gradient's norm
 
-Only the first step is compared strictly. In later steps the weights already differ. At a kink, such as that of ReLU, a
-value near 0 can then be on different sides in the two runs, which changes a gradient by the whole contribution of a
-sample, at any precision. So later steps fail only if the runs differ by :data:`LATER`, or are not finite.
-
-The rms in the denominator is for parameters whose true gradient is zero, such as the bias of attention keys: their
-gradient is only the rounding error of terms that cancel. The optimizer is SGD with momentum. Adam divides a gradient by
+Right layouts stay near 1. What is lost, counted twice or not added up changes a value by a large part of itself, which
+is :data:`TOLERANCE` times the noise unless the noise is that large. The optimizer is SGD: Adam divides a gradient by
 its own size, which would hide a gradient of half the right size.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,17 +33,16 @@ from .activation_recorder import RankRecord
 from .options import RUNS
 from .report import Layer, Report
 
-UNITS = 32.0
-"""The tolerance of a layer, in rounding errors."""
-UNITS_FLOAT8 = 6.0
-"""The same with float8 linear layers."""
-UNITS_LOSS = 4.0
-"""The tolerance of a loss, which is an average, in reduced precision. In fp32 and fp64 it is :data:`UNITS`."""
+TOLERANCE = 4.0
+"""How many times the noise a value may be apart."""
+NUM_PERTURBED = 2
+"""How often the single process repeats a step from perturbed weights."""
 FLOAT8_ROUNDING = 2.0**-4
 """The rounding error of e4m3."""
-LATER = 0.5
-"""The relative distance that is tolerated after the first step. It is not a multiple of the rounding error, because
-kinks dominate there."""
+FLOAT32_ROUNDING = 2.0**-24
+"""That of losses and norms."""
+NUMBERS = {"loss": "losses", "gradient norm": "grad_norms"}
+Key = tuple[str, str]
 
 
 def rounding(precision: Precision) -> float:
@@ -50,34 +50,69 @@ def rounding(precision: Precision) -> float:
     return FLOAT8_ROUNDING if precision.float8 is not None else torch.finfo(precision.compute).eps / 2
 
 
+@dataclass
+class Distance:
+    """A value of the sharded run beside that of the single process."""
+
+    what: str
+    """One of :data:`.report.WHAT`, or ``loss`` or ``gradient norm``."""
+    layer: str
+    tensor: str
+    """Which of the layer's, over all steps."""
+    step: int
+    """From 1; the microbatch counts from 0."""
+    microbatch: int = 0
+    distance: float | None = None
+    """The norm of the difference; None if the values of both are not finite, or could not be compared."""
+    size: float = 0.0
+    """The norm of the single process's value."""
+    problem: str | None = None
+    """Why it could not be compared."""
+
+    @property
+    def key(self) -> Key:
+        """The kind and the tensor, equal in all steps and microbatches."""
+        return self.what, self.tensor
+
+
 def compare(
-    single: RankRecord, sharded: Sequence[RankRecord], config: Config, tolerance: float | None = None
+    single: RankRecord,
+    perturbed: Sequence[RankRecord],
+    sharded: Sequence[RankRecord],
+    config: Config,
+    tolerance: float | None = None,
 ) -> Report:
     """Compare the records of the sharded run's ranks, of ``config``, with that of the single process.
 
-    ``tolerance``: of a layer in the first step, in rounding errors. None: the mode's default.
+    ``perturbed``: of the single process from perturbed weights. ``tolerance`` replaces :data:`TOLERANCE`.
 
     Raises:
         ConfigError: the runs had different initial weights or batches.
     """
-    precision, parallel = config.precision, config.parallel
-    usual = UNITS if precision.float8 is None else UNITS_FLOAT8
-    tolerance = usual if tolerance is None else tolerance
-    unit = rounding(precision)
-    low = unit > torch.finfo(torch.float32).eps / 2
-    limits = tolerance, UNITS_LOSS if low else tolerance, max(LATER / unit, tolerance)
-    report = Report(layout_name(parallel), precision.name, unit, *limits, len(single.losses))
     check_same_start(single, sharded)
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    report = Report(layout_name(config.parallel), config.precision.name, tolerance, len(single.losses))
     runs = dict(zip(RUNS, (single, sharded[0]), strict=True))
     report.losses = {run: record.losses for run, record in runs.items()}
     report.grad_norms = {run: record.grad_norms for run, record in runs.items()}
     report.skipped = {run: record.skipped for run, record in runs.items()}
-    report.random_in = single.random_in
-    layers = _forwards(single, sharded, parallel.pipeline.num_microbatches, report)
-    order = [*layers]
-    for name, what, value in () if report.overflows else _parameters(single, sharded, precision, unit):
-        layer = layers.setdefault(_owner(name), Layer(_owner(name) or "(model)"))
-        _add_distance(layer, what, value)
+    report.random_in, report.replicas = single.random_in, sharded[0].replicas
+    chunks = config.parallel.pipeline.num_microbatches
+    found = [*_differences(single, sharded, chunks)]
+    again = [one for record in perturbed for one in _differences(single, [record], 0)]
+    noise = _noise(found, again, rounding(config.precision))
+    layers: dict[str, Layer] = {}
+    for one in found:
+        units = None if one.distance is None else _ratio(one.distance, noise[one.key])
+        if one.what in NUMBERS:
+            report.numbers[one.what].append(units)
+            continue
+        layer = layers.setdefault(one.layer, Layer(one.layer or "(model)"))
+        if one.problem is None:
+            layer.add(one.what, units, (one.step, one.microbatch), tolerance)
+        else:
+            layer.problem = one.problem
+    order = [*dict.fromkeys(one.layer for one in found if one.what == "forward")]
     for name in (name for name in layers if name not in order):  # never called: listed before its parent module
         users = (index for index, other in enumerate(order) if f"{name}.".startswith(f"{other}." if other else ""))
         order.insert(next(users, len(order)), name)
@@ -91,14 +126,6 @@ def layout_name(parallel: ParallelConfig) -> str:
     replicas = ("dp" if data.shard == 1 else "replicate", data.replicate)
     sizes = (("pp", parallel.pipeline.size), replicas, ("fsdp", data.shard), ("tp", parallel.tensor.size))
     return "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
-
-
-def _add_distance(layer: Layer, what: str, value: float | None) -> None:
-    """Keep the largest distance in ``layer``; None means that the values of both runs are not finite."""
-    if value is not None:
-        setattr(layer, what, max(value, getattr(layer, what) or 0.0))
-    elif what not in layer.not_finite:
-        layer.not_finite.append(what)
 
 
 def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
@@ -117,33 +144,75 @@ def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
         )
 
 
-def _forwards(
-    single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int, report: Report
-) -> dict[str, Layer]:
-    """The called layers, in the order in which their forwards ended, with the distances of their outputs."""
-    calls: dict[tuple[str, int, int], list[tuple[RankRecord, list[torch.Tensor]]]] = defaultdict(list)
+def _noise(found: Iterable[Distance], perturbed: Iterable[Distance], unit: float) -> dict[Key, float]:
+    """What rounding makes of each value, over all steps; ``unit``: one rounding error."""
+    noise: dict[Key, float] = defaultdict(float)
+    for one in found:
+        _raise_to(noise, one.key, one.size * (FLOAT32_ROUNDING if one.what in NUMBERS else unit))
+    for one in perturbed:
+        _raise_to(noise, one.key, one.distance or 0.0)
+    return noise
+
+
+def _raise_to(noise: dict[Key, float], key: Key, value: float) -> None:
+    if math.isfinite(value):
+        noise[key] = max(noise[key], value)
+
+
+def _ratio(distance: float | None, noise: float) -> float | None:
+    if not distance:
+        return distance
+    return distance / noise if noise else math.inf
+
+
+def _differences(single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int) -> Iterator[Distance]:
+    """All values that both runs have; ``num_microbatches``: of each data rank of the sharded one."""
+    yield from _outputs(single, sharded, num_microbatches)
+    holders = [record for record in sharded if record.start]
+    for index, step in enumerate(range(1, len(single.losses) + 1)):
+        skipped = single.skipped[index] or sharded[0].skipped[index]
+        for what, name in NUMBERS.items():
+            if skipped and what == "gradient norm":  # which is not finite
+                continue
+            pair = [torch.tensor(getattr(record, name)[index], dtype=torch.float64) for record in (sharded[0], single)]
+            yield Distance(what, "", "", step, 0, *distance(*pair))
+        for what in () if skipped else ("gradient", "step"):
+            expected, *others = (getattr(record, f"{what}s")[index] for record in (single, *holders))
+            for name in single.trained:
+                apart = [distance(other[name], expected[name]) for other in others]
+                yield Distance(what, name.rpartition(".")[0], name, step, 0, *largest(apart))
+
+
+def _outputs(single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int) -> Iterator[Distance]:
+    """The outputs of modules, in the order in which their forwards ended."""
+    calls: dict[tuple[int, str, int], list[tuple[RankRecord, int, list[torch.Tensor]]]] = defaultdict(list)
     for record in sorted(sharded, key=lambda record: record.tensor_rank):
-        for activation in record.activations:
+        for output in record.activations:
             # The single run's microbatches are those of all data ranks, concatenated by rank.
-            microbatch = record.batch_rank * num_microbatches + activation["microbatch"]
-            calls[activation["module"], microbatch, activation["call"]].append((record, activation["tensors"]))
-    layers: dict[str, Layer] = {}
-    names = dict.fromkeys(activation["module"] for activation in single.activations)
+            microbatch = record.batch_rank * num_microbatches + output["microbatch"]
+            calls[output["step"], output["module"], microbatch].append((record, output["call"], output["tensors"]))
+    names = dict.fromkeys(output["module"] for output in single.activations)
     holders_of = {name: [record for record in sharded if has_all(record, name, single)] for name in names}
-    for activation in single.activations:
-        name, wholes = activation["module"], activation["tensors"]
+    for output in single.activations:
+        name, wholes = output["module"], output["tensors"]
         holders = holders_of[name]
         if not wholes or not holders:  # a module that spans stages has another output on each
             continue
-        layer = layers.setdefault(name, Layer(name or "(model)"))
-        ranks = calls[name, activation["microbatch"], activation["call"]]
-        found = [tensors for record, tensors in ranks if record in holders]
-        if {len(tensors) for tensors in found} != {len(wholes)}:
-            layer.problem = "the sharded run calls it another number of times or with other outputs"
+        at = output["step"], name, output["microbatch"]
+        of_ranks = [one for one in calls[at] if one[0] in holders and one[1] == output["call"]]
+        ranks, found = [record for record, _, _ in of_ranks], [tensors for _, _, tensors in of_ranks]
+        problem: str | None = None
+        if len({record.stage_rank for record in ranks}) > 1 or len({*ranks}) < len(ranks):
+            problem = "several stages call it"  # one without weights, which other stages give what they have
+        elif {len(tensors) for tensors in found} != {len(wholes)}:
+            problem = "the sharded run calls it another number of times or with other outputs"
+        if problem is not None:
+            yield Distance("forward", name, name, output["step"], problem=problem)
             continue
-        for whole, *parts in zip(wholes, *found, strict=True):
-            _add_output(layer, parts, whole, activation["microbatch"], holders[0], report)
-    return layers
+        packed = {*holders[0].packed, holders[0].microbatch_size} - {0, 1}
+        for index, (whole, *parts) in enumerate(zip(wholes, *found, strict=True)):
+            difference = Distance("forward", name, f"{name} {index}", output["step"], output["microbatch"])
+            yield _of_output(difference, parts, whole, packed)
 
 
 def has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
@@ -152,82 +221,37 @@ def has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
     return inside <= set(record.modules)
 
 
-def _add_output(
-    layer: Layer, parts: list[torch.Tensor], whole: torch.Tensor, microbatch: int, holder: RankRecord, report: Report
-) -> None:
-    """Record in ``layer`` the distance of its output, ``parts`` of the tensor ranks, from ``whole``."""
-    # Minus infinity alone may be a mask.
-    bad = [bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in (whole, *parts)]
-    if bad[0] and any(bad[1:]):
-        layer.microbatch = layer.microbatch if "forward" in layer.not_finite else microbatch
-        _add_distance(layer, "forward", None)
-        return
+def _of_output(difference: Distance, parts: list[torch.Tensor], whole: torch.Tensor, packed: set[int]) -> Distance:
+    """``difference`` of an output, ``parts`` of the tensor ranks, from ``whole``."""
     if all(part.shape == whole.shape for part in parts):
-        distances = [max(relative(part, whole) for part in parts)]
+        apart = largest([distance(part, whole) for part in parts])
     else:
-        packed = {*holder.packed, holder.microbatch_size} - {0, 1}
-        distances = [relative(tensor, whole) for tensor in joined(parts, whole, packed)]
-    if not distances:
-        layer.problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
-        return
-    units = min(distances) / report.unit
-    if layer.forward is None or (units > layer.forward and not layer.exceeds("forward", report.tolerance)):
-        layer.forward, layer.microbatch = units, microbatch
+        ways = [distance(tensor, whole) for tensor in joined(parts, whole, packed)]
+        if not ways:
+            problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
+            return replace(difference, problem=problem)
+        apart = min(ways, key=lambda way: -1.0 if way[0] is None else way[0])
+    return replace(difference, distance=apart[0], size=apart[1])
 
 
-def _parameters(
-    single: RankRecord, sharded: Sequence[RankRecord], precision: Precision, unit: float
-) -> Iterator[tuple[str, str, float | None]]:
-    """For each parameter the name, the kind of distance, and its value in rounding errors.
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float | None, float]:
+    """``|| actual - expected ||`` and ``|| expected ||``, L2 norms of tensors of one shape.
 
-    The value is the largest over the ranks with a record of it; None if the values of both runs are not finite.
+    Elements where both are at the end of the dtype's range, as masks are, are ignored. The first is infinite if only
+    one of them is finite, and None if neither is.
     """
-    stored = torch.finfo(torch.float32 if precision.masters else precision.weights).eps / 2
-    compared: dict[str, tuple[int, Callable[[RankRecord], dict[str, torch.Tensor]]]] = {
-        "gradient": (0, lambda record: record.gradient),
-        "step": (1, lambda record: _change(record.start, record.after_first)),
-        "weights": (len(single.losses), lambda record: _change(record.start, record.end)),
-    }
-    for what, (num_steps, values) in compared.items():
-        lost = num_steps * stored  # the rounding error of the stored weight, relative to the weight
-        expected = values(single)
-        largest: dict[str, float] = defaultdict(float)  # the largest rms among a module's parameters
-        for name in single.trained:
-            largest[_owner(name)] = max(largest[_owner(name)], _rms(expected[name]))
-        others = [values(record) for record in sharded if record.start]
-        for name in single.trained:
-            if not any(bool(value[name].isfinite().all()) for value in (expected, *others)):
-                yield name, what, None
-                continue
-            least = largest[_owner(name)] * math.sqrt(expected[name].numel())
-            least = max(least, float(expected[name].norm(dtype=torch.float64)))
-            # Divided by the tolerance, so that this rounding alone never exceeds it.
-            allowed = LATER if what == "weights" else unit
-            least += lost / allowed * float(single.start[name].norm(dtype=torch.float64))
-            yield name, what, max(relative(other[name], expected[name], least) for other in others) / unit
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _change(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value - start[name] for name, value in end.items() if value.is_floating_point()}
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
-    """``|| actual - expected || / max(|| expected ||, least)``, L2 norms of tensors of one shape.
-
-    Elements where both are at the end of the dtype's range, as masks are, are ignored. Infinite if a non-finite element
-    differs.
-    """
-    limit = torch.finfo(expected.dtype).max
-    masked = (actual == expected) & (expected.abs() >= limit)
+    bad = [bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in (actual, expected)]
+    if all(bad):
+        return None, math.inf
+    masked = (actual == expected) & (expected.abs() >= torch.finfo(expected.dtype).max)
     actual, expected = (tensor.double().masked_fill(masked, 0.0) for tensor in (actual, expected))
-    difference, norm = float((actual - expected).norm()), max(float(expected.norm()), least)
-    if difference == 0.0:
-        return 0.0
-    return difference / norm if norm and math.isfinite(difference) else math.inf
+    apart, size = float((actual - expected).norm()), float(expected.norm())
+    return apart if math.isfinite(apart) else math.inf, size
+
+
+def largest(apart: Sequence[tuple[float | None, float]]) -> tuple[float | None, float]:
+    """The largest of distances from one value; None if one of them is."""
+    return max(apart, key=lambda one: math.inf if one[0] is None else one[0])
 
 
 def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[int]) -> Iterator[torch.Tensor]:
@@ -247,8 +271,3 @@ def joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, packed: Iterable[
     for count in packed:
         if len(sizes) == 1 and not min(sizes) % count:
             yield torch.cat([part.unflatten(dim, (count, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
-
-
-def _rms(tensor: torch.Tensor) -> float:
-    """The root mean square of a tensor of any shape; 0 if it is empty."""
-    return float(tensor.norm(dtype=torch.float64)) / math.sqrt(max(tensor.numel(), 1))

@@ -4,6 +4,7 @@ Each rank is ``python -m paramp.tools.verify.launch FOLDER RUN``. It trains the 
 a :class:`RankRecord` into the folder, one file a rank.
 """
 
+import copy
 import faulthandler
 import hashlib
 import importlib
@@ -30,13 +31,18 @@ from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...parallel.batches import Batch
-from .activation_recorder import ActivationRecorder, RankRecord, first_gradient
-from .compare import compare
-from .options import EXACT, NORMS, Options, configure
+from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
+from .compare import NUM_PERTURBED, compare, rounding
+from .options import EXACT, NORMS, Options, adapts, configure
 from .user_code import build_model, choose_criterion, cross_entropy, load_attribute, load_batches
 
-MOMENTUM = 0.9
+MOMENTUM = 1e-30
+"""So small that SGD keeps no more than the last gradient."""
 LR = 0.1
+"""Of gradients that are clipped to 1."""
+LEAST_SCALE = 2.0**-14
+LOWER = 16.0
+"""What the loss scale is divided by after an overflow, so that no run is near the limit."""
 AnyReport = Any
 """A :class:`.report.Report`; with ``exact`` that of the exact mode's comparison, with the same methods."""
 STANDARD_ERROR = 2
@@ -55,7 +61,7 @@ def verify(options: Options, tolerance: float | None = None) -> AnyReport | int:
         require(0 <= tolerance < math.inf, "tolerance", tolerance, "a finite number of 0 or more")
         require(not options.exact, "tolerance", tolerance, "none with exact, which compares bits")
     config = configure(options, "sharded")
-    sizes = {"single": 1, "sharded": config.parallel.least_world_size}
+    sizes = {"sharded": config.parallel.least_world_size, "single": 1}  # which starts its steps where the other did
     with tempfile.TemporaryDirectory(prefix="paramp-verify-") as name:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
@@ -73,33 +79,87 @@ def compare_runs(options: Options, folder: Path, tolerance: float | None = None)
     sizes = {"single": 1, "sharded": config.parallel.least_world_size}
     records: dict[str, list[RankRecord]] = {}
     for run, size in sizes.items():
-        files = [torch.load(folder / f"{run}-{rank}.pt", weights_only=True, mmap=True) for rank in range(size)]
+        number = size if options.exact or run == "sharded" else 1 + NUM_PERTURBED
+        files = [torch.load(folder / f"{run}-{index}.pt", weights_only=True, mmap=True) for index in range(number)]
         records[run] = [RankRecord(**attributes) for attributes in files]
     if not options.exact:
-        return compare(records["single"][0], records["sharded"], config, tolerance)
+        single, *perturbed = records["single"]
+        return compare(single, perturbed, records["sharded"], config, tolerance)
     report: AnyReport = importlib.import_module(EXACT).compare_runs(options, folder, config, records)
     return report
 
 
-def train(options: Options, context: ParallelContext, num_microbatches: int) -> RankRecord:
-    """Train on this rank; ``num_microbatches`` is the total over all data ranks of the sharded run."""
-    # SGD with momentum: its state after one step is the gradient, and it does not normalise the gradient's size.
-    sgd = partial(torch.optim.SGD, lr=options.lr or LR, momentum=MOMENTUM)
-    engine, batches, record = prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
-    for step, batch in enumerate(batches, start=1):
-        record.microbatch_size = batch.size // num_microbatches
-        record.batches.append(digest_of(batch))
-        local = local_rows(batch, context)
-        if step == 1:
-            with ActivationRecorder(engine, record):
-                _step(engine, local, record)
-            _keep(record, "gradient", first_gradient(engine), context)
-            _keep(record, "after_first", engine.full_state_dict(), context)
-        else:
-            _step(engine, local, record)
-        engine.zero_grad()
-    _keep(record, "end", engine.full_state_dict(), context)
+def train(options: Options, context: ParallelContext, num_microbatches: int, folder: Path) -> RankRecord:
+    """Train on this rank of the layout, and write the state before each step to ``folder``.
+
+    ``num_microbatches`` is the total over all data ranks. After an overflow the step is made again with a lower scale.
+    """
+    engine, batches, record = _prepared(options, context, num_microbatches)
+    with ActivationRecorder(engine, record):
+        for step, batch in enumerate(batches, start=1):
+            engine.save(folder / f"state-{step}")
+            _step(engine, batch, record, context)
+            while record.skipped[-1] and _lower_scale(engine):
+                record.forget_step()
+                engine.save(folder / f"state-{step}")
+                _step(engine, batch, record, context)
+            record.replicas += [f"after step {step}: {difference}" for difference in engine.check_replicas()]
     return record
+
+
+def replay(options: Options, context: ParallelContext, num_microbatches: int, folder: Path) -> Iterator[RankRecord]:
+    """Make the steps of :func:`train` in one process, from its states in ``folder``, and again from perturbed ones."""
+    engine, batches, start = _prepared(options, context, num_microbatches)
+    unit = 2.0 * rounding(context.config.precision)
+    for index in range(1 + NUM_PERTURBED):
+        record, generator = copy.deepcopy(start), torch.Generator().manual_seed(index)
+        with ActivationRecorder(engine, record):
+            for step, batch in enumerate(batches, start=1):
+                engine.load(folder / f"state-{step}")
+                if index:
+                    perturb(engine, unit, generator)
+                _step(engine, batch, record, context)
+        yield record
+
+
+def _prepared(
+    options: Options, context: ParallelContext, num_microbatches: int
+) -> tuple[Engine, list[Batch], RankRecord]:
+    sgd = partial(torch.optim.SGD, lr=options.lr or LR, momentum=MOMENTUM)
+    engine, checked, record = prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
+    batches = [*checked]
+    record.batches = [digest_of(batch) for batch in batches]
+    record.microbatch_size = batches[0].size // num_microbatches
+    return engine, batches, record
+
+
+def _step(engine: Engine, batch: Batch, record: RankRecord, context: ParallelContext) -> None:
+    """Make a step, and add all that is compared to ``record``."""
+    before = engine.full_state_dict()
+    loss = float(engine.forward_backward(local_rows(batch, context)))
+    result = engine.step()
+    change: dict[str, torch.Tensor] = {}
+    gradient: dict[str, torch.Tensor] = {}
+    if result.stepped:
+        after = engine.full_state_dict()
+        change = {name: value - before[name] for name, value in after.items() if value.is_floating_point()}
+        gradient = gradient_of(engine, result.grad_norm or 0.0)
+    engine.zero_grad()
+    keeps = context.stage_axis.rank == 0
+    record.losses.append(loss)
+    record.grad_norms.append(result.grad_norm or 0.0)
+    record.skipped.append(result.overflow)
+    record.gradients.append(gradient if keeps else {})
+    record.steps.append(change if keeps else {})
+
+
+def _lower_scale(engine: Engine) -> bool:
+    """Lower the loss scale after an overflow. False: it cannot be lowered."""
+    scaling, scale = engine.precision.scaling, engine.scaler.get_scale()
+    if scaling is None or not adapts(scaling) or scale <= (scaling.min_scale or LEAST_SCALE):
+        return False
+    engine.scaler.update(scale / LOWER)
+    return True
 
 
 def prepared(
@@ -120,9 +180,11 @@ def prepared(
         plan=None if options.plan is None else load_attribute(options.plan, "plan"),
         algorithms=NORMS[options.norms],
     )
-    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank)
+    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank, context.stage_axis.rank)
     record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
-    _keep(record, "start", engine.full_state_dict(), context)
+    start = engine.full_state_dict()
+    if context.stage_axis.rank == 0:  # all ranks of a pipeline have it
+        record.start = start
     return engine, _checked(batches, criterion, multiple), record
 
 
@@ -130,13 +192,6 @@ def local_rows(batch: Batch, context: ParallelContext) -> Batch:
     """The part of a global batch that this data rank runs."""
     axis, samples = context.batch_axis, batch.size // context.batch_axis.size
     return batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
-
-
-def _step(engine: Engine, batch: Batch, record: RankRecord) -> None:
-    record.losses.append(float(engine.forward_backward(batch)))
-    result = engine.step()
-    record.grad_norms.append(result.grad_norm or 0.0)
-    record.skipped.append(result.overflow)
 
 
 def _checked(batches: Iterable[Batch], criterion: Criterion | None, multiple: int) -> Iterator[Batch]:
@@ -151,12 +206,6 @@ def _checked(batches: Iterable[Batch], criterion: Criterion | None, multiple: in
                 "such as --criterion torch.nn.functional:mse_loss"
             )
         yield batch
-
-
-def _keep(record: RankRecord, name: str, tensors: dict[str, torch.Tensor], context: ParallelContext) -> None:
-    """Record the whole model on the first rank of each pipeline, because all of them have it."""
-    if context.stage_axis.rank == 0:
-        setattr(record, name, tensors)
 
 
 def digest_of(batch: Batch) -> str:
@@ -178,16 +227,17 @@ def main(folder: Path, run: str) -> int:
     try:
         config = configure(options, run)
         with launch_from_environment(config) as context:
-            num_microbatches, name = (
-                configure(options, "single").parallel.pipeline.num_microbatches,
-                f"{run}-{context.rank}",
-            )
+            records: Iterable[RankRecord]
+            num_microbatches = configure(options, "single").parallel.pipeline.num_microbatches
             if options.exact:
                 run_exactly = importlib.import_module(EXACT).train_exactly
-                record = run_exactly(options, context, num_microbatches, folder / name)
+                records = [run_exactly(options, context, num_microbatches, folder / f"{run}-{context.rank}")]
+            elif run == "sharded":
+                records = [train(options, context, num_microbatches, folder)]
             else:
-                record = train(options, context, num_microbatches)
-            torch.save(vars(record), folder / f"{name}.pt")
+                records = replay(options, context, num_microbatches, folder)
+            for index, record in enumerate(records, start=context.rank):
+                torch.save(vars(record), folder / f"{run}-{index}.pt")
     except Exception as error:
         return report_failure(error)
     finally:

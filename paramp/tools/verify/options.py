@@ -13,6 +13,7 @@ from ...compat.composer.algorithms import FusedLayerNorm, LowPrecisionLayerNorm
 from ...config.files import SCRIPT_TABLES, load, merge, read_file
 from ...config.layout import ParallelConfig, PipelineConfig
 from ...config.schema import Config
+from ...scaling.loss_scaling_options import LossScaling
 from ..flags import LAYOUT, PRECISION, SEED
 
 EXACT = "paramp.exact.verify_bits.exact_run"
@@ -25,6 +26,8 @@ NORMS: dict[str, list[Any]] = {"plain": [], "low-precision": [LowPrecisionLayerN
 """Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
 INIT_SCALE = 2.0**10
 """The largest initial loss scale. With 2**16 or 2**32 a run of a few steps would skip most of them."""
+CLIP = 1.0
+"""The gradient norm that steps are clipped to, so that no learning rate that suits other models is far too large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Options:
     """Samples a step. None: two for each microbatch of each data rank."""
     seq_len: int = 16
     lr: float | None = None
-    """None: 0.1 for SGD with momentum, 0.001 for AdamW with ``exact``."""
+    """None: 0.1 for SGD, 0.001 for AdamW with ``exact``."""
     exact: bool = False
     """Compare bits, with ``reproducible``, dropout, gradient accumulation and AdamW."""
     timeout: float = 600.0
@@ -76,7 +79,7 @@ def configure(options: Options, run: str) -> Config:
     precision = config.precision
     if precision.masters:  # remainders give the same values
         precision = dataclasses.replace(precision, masters=True)
-    if (scaling := precision.scaling) is not None and scaling.min_scale != scaling.max_scale:
+    if (scaling := precision.scaling) is not None and adapts(scaling):
         first = max(min(INIT_SCALE, scaling.init_scale), scaling.min_scale or 0.0)
         precision = dataclasses.replace(precision, scaling=dataclasses.replace(scaling, init_scale=first))
     parallel = config.parallel
@@ -90,7 +93,12 @@ def configure(options: Options, run: str) -> Config:
     if options.exact:
         exact: Config = importlib.import_module(EXACT).in_exact_mode(dataclasses.replace(config, **changes))
         return exact
-    return dataclasses.replace(config, **changes, gradient_accumulation=1, reproducible=False)
+    return dataclasses.replace(config, **changes, gradient_accumulation=1, reproducible=False, clip_grad_norm=CLIP)
+
+
+def adapts(scaling: LossScaling) -> bool:
+    """Whether the loss scale changes."""
+    return scaling.enabled and (scaling.min_scale is None or scaling.min_scale != scaling.max_scale)
 
 
 def check_target(text: str, option: str) -> None:
