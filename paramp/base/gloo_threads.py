@@ -8,6 +8,7 @@ an active exception``. torch joins the threads of a group only when nothing hold
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +45,10 @@ def _states() -> Iterator[str]:
     Reading a file gives up the interpreter's lock. That wakes a thread that waits for it, so that it does not sleep.
     """
     known = {thread.native_id for thread in threading.enumerate()}
+    known |= {
+        os.getpid(),
+        threading.get_native_id(),
+    }  # Python has the old main thread after a fork
     unnamed = (THREADS.parent / "comm").read_text().strip()
     for thread in THREADS.iterdir():
         with contextlib.suppress(OSError):  # it has ended

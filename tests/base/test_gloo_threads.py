@@ -39,6 +39,12 @@ def test_a_process_ends_after_its_threads_have_released_their_tensors(tmp_path):
     assert "terminate called" not in result.stderr
 
 
+def test_a_forked_process_waits_for_no_thread_of_its_own():
+    """Processes of the tests are forked: Python then has another number for the main thread."""
+    program = "from paramp.base.gloo_threads import _states; print([*_states()])"
+    assert succeeded(python("-c", program)).stdout == "[]\n"
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_an_adopted_accelerator_ends_the_group_with_the_process(monkeypatch, failed):
     adopted = importlib.import_module("paramp.integrations.accelerate")

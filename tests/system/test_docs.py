@@ -148,7 +148,7 @@ def test_commands_run_by_other_tests_exist():
 
 def dry_run(*words):
     """What ``make`` would run."""
-    return succeeded(run(["make", "--dry-run", *words])).stdout
+    return succeeded(run(["make", "--dry-run", "--no-print-directory", *words])).stdout
 
 
 @pytest.fixture(scope="module")
