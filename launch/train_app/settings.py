@@ -276,7 +276,7 @@ def _problem_of_flag(given: str, *following: str) -> str:
     name, equals, text = given.partition("=")
     if not equals:
         text = following[0] if following and not following[0].startswith("--") else "true"
-    key = name.lstrip("-").replace("-", "_")
+    key = name.lstrip("-").replace("-", "_").lower()
     known = [*(flag.name for flag in FLAGS), "--config", "--set"]
     if f"--{key.replace('_', '-')}" not in known:
         places = {*all_settings(load(DEFAULTS), Job()), *(f"model.{name}" for name in keys(GPTConfig))}
@@ -284,7 +284,7 @@ def _problem_of_flag(given: str, *following: str) -> str:
             return f"{key_name(name)}: no such flag; write --set {place}={text}"
         if advice := key_advice.advice(key, _plain_value(text), load, show=_as_flags):
             return f"{key_name(name)}: {advice}"
-    return f"{key_name(name)}: no such flag, expected one of {', '.join(known)}{nearest(name, known)}"
+    return f"{key_name(name)}: no such flag, expected one of {', '.join(known)}{nearest(name.lower(), known)}"
 
 
 def _as_flags(tree: Any, path: str = "") -> str:
