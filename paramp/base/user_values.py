@@ -24,9 +24,9 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def keys(cls: type) -> list[str]:
-    """The names of the fields of a dataclass."""
-    return [item.name for item in dataclasses.fields(cls)]
+def keys(cls: type, *, unlisted: bool = True) -> list[str]:
+    """The names of the fields of a dataclass; with ``unlisted`` also of those that are no keys."""
+    return [item.name for item in dataclasses.fields(cls) if unlisted or item.metadata != UNLISTED]
 
 
 def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[str] = ()) -> T:
@@ -42,7 +42,7 @@ def build(cls: type[T], tree: Mapping[str, Any], path: str, *, also: Sequence[st
     for key, value in tree.items():
         where = f"{path}.{key_name(key)}" if path else key_name(key)
         if key not in known:
-            allowed = [item.name for item in dataclasses.fields(cls) if item.metadata != UNLISTED] + [*also]  # type: ignore[arg-type]
+            allowed = [*keys(cls, unlisted=False), *also]
             raise ConfigError(f"{where}: no such key, expected one of {', '.join(allowed)}{nearest(key, allowed)}")
         values[key] = convert(value, hints[key], where)
     try:

@@ -7,7 +7,7 @@ prefers that. So a value stands for one colour only.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,6 +85,15 @@ class Panel:
     figure: Any
     legend: Sequence[Legend] = ()
     note: str = ""
+
+
+def columns_of(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> dict[str, list[Any]]:
+    """The data of Bokeh's glyphs: ``rows`` by column."""
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for row in rows:
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return columns
 
 
 def new_figure(height: int, x_range: Any = None, **options: Any) -> Any:

@@ -10,7 +10,21 @@ import numpy as np
 
 from ..run_folder import Record
 from .buckets import width_of
-from .figures import BLUE, FONT, GREY, HEAT, ORANGE, SUPERSCRIPT, SURFACE, TEXT, Legend, Panel, hover, new_figure
+from .figures import (
+    BLUE,
+    FONT,
+    GREY,
+    HEAT,
+    ORANGE,
+    SUPERSCRIPT,
+    SURFACE,
+    TEXT,
+    Legend,
+    Panel,
+    columns_of,
+    hover,
+    new_figure,
+)
 from .step_panels import StepAxis
 
 MOST_COLUMNS = 250
@@ -110,8 +124,7 @@ def _cells(found: Sequence[Record], low: int, high: int) -> dict[str, list[Any]]
     columns: dict[int, list[Record]] = {}
     for one in found:
         columns.setdefault((one["step"] - min(steps)) // width if width > gap else one["step"], []).append(one)
-    names = ("left", "right", "bottom", "top", "fraction", "what", "steps", "scale")
-    data: dict[str, list[Any]] = {name: [] for name in names}
+    cells: list[tuple[Any, ...]] = []
     for group in columns.values():
         first, last = group[0]["step"], group[-1]["step"]
         edges = (first - gap / 2, last + gap / 2)
@@ -126,10 +139,8 @@ def _cells(found: Sequence[Record], low: int, high: int) -> dict[str, list[Any]]
         where = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         for bottom, count, what in rows:
             if count:
-                row = (*edges, bottom, bottom + 1, count / total, what, where, group[-1]["scale"])
-                for column, value in zip(data.values(), row, strict=True):
-                    column.append(value)
-    return data
+                cells.append((*edges, bottom, bottom + 1, count / total, what, where, group[-1]["scale"]))
+    return columns_of(("left", "right", "bottom", "top", "fraction", "what", "steps", "scale"), cells)
 
 
 def _bars(one: Record) -> tuple[Any, list[Legend]]:

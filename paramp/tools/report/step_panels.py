@@ -22,6 +22,7 @@ from .figures import (
     TEXT,
     Legend,
     Panel,
+    columns_of,
     hover,
     new_figure,
 )
@@ -265,7 +266,7 @@ def mark_skipped(axis: StepAxis, skipped: Array, exponents: dict[float, float]) 
     reports = {one["step"]: one for one in axis.run.of_kind("overflow")}
     width = 1 if len(skipped) <= MOST_MARKS else axis.width
     groups = np.split(skipped, np.flatnonzero(np.diff((skipped - axis.start) // width)) + 1)
-    columns: dict[str, list[Any]] = {name: [] for name in ("x", "y", "what", "scale", "parameter", "place")}
+    rows: list[tuple[Any, ...]] = []
     for group in groups:
         report: Record = next((reports[step] for step in group.tolist() if step in reports), {})
         step = report.get("step", group[0])
@@ -275,17 +276,9 @@ def mark_skipped(axis: StepAxis, skipped: Array, exponents: dict[float, float]) 
             else f"{len(group):,} steps skipped from {int(group[0]):,} on"
         )
         exponent = exponents.get(float(step), float("nan"))
-        row = (
-            step,
-            exponent,
-            what,
-            scale_text(2.0**exponent),
-            report.get("parameter") or report.get("module") or NO_REPORT,
-            place_of(report),
-        )
-        for column, value in zip(columns.values(), row, strict=True):
-            column.append(value)
-    return columns
+        parameter = report.get("parameter") or report.get("module") or NO_REPORT
+        rows.append((step, exponent, what, scale_text(2.0**exponent), parameter, place_of(report)))
+    return columns_of(("x", "y", "what", "scale", "parameter", "place"), rows)
 
 
 def scale_text(scale: float) -> str:

@@ -159,19 +159,14 @@ def _newest(run: LoggedRun, key: str) -> Mapping[str, Any]:
 
 def settings(run: LoggedRun) -> Table | None:
     """The settings of the last launch that has any."""
-    found: Mapping[str, Any] = next(
-        (one["settings"] for one in reversed(run.of_kind("launch")) if one.get("settings")), {}
-    )
-    return _table(("setting", "value"), [[key, _text(value)] for key, value in sorted(found.items())])
+    found = sorted(_newest(run, "settings").items())
+    return _table(("setting", "value"), [[key, _text(value)] for key, value in found])
 
 
 def machine(run: LoggedRun) -> Table | None:
     """What ``paramp doctor`` found for the last launch."""
-    found: Mapping[str, Any] = next(
-        (one["machine"] for one in reversed(run.of_kind("launch")) if one.get("machine")), {}
-    )
     rows = []
-    for key, value in found.items():
+    for key, value in _newest(run, "machine").items():
         if key == "modes" or value in (None, [], {}):
             continue
         if isinstance(value, Mapping):
@@ -188,10 +183,8 @@ def machine(run: LoggedRun) -> Table | None:
 
 def modes(run: LoggedRun) -> Table | None:
     """How each precision mode runs on the machine of the last launch."""
-    found: Mapping[str, Any] = next(
-        (one["machine"] for one in reversed(run.of_kind("launch")) if one.get("machine")), {}
-    )
-    rows = [[name, mode.get("runs"), mode.get("why")] for name, mode in (found.get("modes") or {}).items()]
+    found = _newest(run, "machine").get("modes") or {}
+    rows = [[name, mode.get("runs"), mode.get("why")] for name, mode in found.items()]
     return _table(("mode", "runs", "why"), rows)
 
 

@@ -7,7 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from ..run_folder import LoggedRun, Record
-from .figures import BLUE, FONT, GREEN, GREY, ORANGE, PINK, SURFACE, YELLOW, Legend, Panel, hover, new_figure
+from .figures import (
+    BLUE,
+    FONT,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SURFACE,
+    YELLOW,
+    Legend,
+    Panel,
+    columns_of,
+    hover,
+    new_figure,
+)
 
 KINDS = {
     "forward": BLUE,
@@ -100,8 +114,7 @@ def _columns(
     spans: list[Record], lanes: dict[tuple[int, int], int], names: dict[int, str], begin: float
 ) -> dict[str, list[Any]]:
     first = {rank: place for (rank, _), place in reversed(lanes.items())}
-    names_of = ("lane", "left", "right", "takes", "kind", "colour", "rank", "stage", "microbatch")
-    columns: dict[str, list[Any]] = {name: [] for name in names_of}
+    rows: list[tuple[Any, ...]] = []
     for one in spans[:MOST_SPANS]:
         lane = lanes.get((one["pid"], one["tid"]), first.get(one["pid"]) if one["tid"] < 0 else None)
         if lane is None:
@@ -109,10 +122,8 @@ def _columns(
         left, takes, about = (one["ts"] - begin) / 1000, one["dur"] / 1000, one["args"]
         shown = [NONE if about[key] is None else str(about[key]) for key in ("stage", "microbatch")]
         kind = one["cat"]
-        row = (lane, left, left + takes, takes, kind, KINDS.get(kind, GREY), names.get(one["pid"], ""), *shown)
-        for column, value in zip(columns.values(), row, strict=True):
-            column.append(value)
-    return columns
+        rows.append((lane, left, left + takes, takes, kind, KINDS.get(kind, GREY), names.get(one["pid"], ""), *shown))
+    return columns_of(("lane", "left", "right", "takes", "kind", "colour", "rank", "stage", "microbatch"), rows)
 
 
 def _note(event: Record, names: dict[int, str], lanes: dict[tuple[int, int], int]) -> str:
