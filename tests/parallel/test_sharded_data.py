@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import re
 
 import pytest
 import torch
@@ -152,3 +153,32 @@ def test_a_rank_keeps_its_shards_only(world, precision):
         assert allocated() - before <= kept
         gathered = 4 * (2 * unit + count - 8 * unit)
         assert max(peaks) <= kept + gathered + 2**16
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@on_ranks(4)
+def test_what_was_unfrozen_is_refused_by_name_before_the_first_batch(world, pipeline):
+    """torch would refuse a parameter in half precision halfway through its first batch, and fail in the next ones."""
+    parallel = {"data": {"shard": 4 // pipeline}, "pipeline": {"size": pipeline, "split": ["2"][: pipeline - 1]}}
+    x = torch.ones(4, 4)
+    losses = []
+    with paramp.launch_from_torch({"precision": "16-naive", "parallel": parallel}) as context:
+        for thawed in (False, True):
+            model = seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+            for layer in (model[0], model[2]):
+                layer.weight.requires_grad_(False)
+            engine = engine_of(model)
+            names = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+            if thawed:
+                for name in names:
+                    engine.module.get_parameter(name).requires_grad_(True)
+                for _ in range(2):
+                    with pytest.raises(ValueError, match=re.escape(f"{names[0]!r} was frozen")):
+                        engine.forward_backward(x, x)
+                for name in names:
+                    engine.module.get_parameter(name).requires_grad_(False)
+            losses.append([])
+            for _ in range(3):
+                losses[-1].append(engine.forward_backward(*own_part(context, x, x)))
+                engine.step()
+        assert losses[0] == losses[1]

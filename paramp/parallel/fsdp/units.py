@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
-from ...base.module_surgery import BATCH_NORMS, PassThrough
+from ...base.module_surgery import BATCH_NORMS, PassThrough, unfrozen
 from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
@@ -86,6 +86,9 @@ class ShardedUnits:
         for stage in stages:
             self._shard_stage(stage, names, sharded)
             sharded.update(stage.parameters())
+        every = {parameter: name for stage in stages for name, parameter in stage.named_parameters()}
+        params = [one for one in self._params() if not fsdp2_internals.held(one).requires_grad]
+        self._frozen = [(every[fsdp2_internals.held(one)], one) for one in params]
 
     # ------------------------------------------------------------------------------------------------------ sharding
 
@@ -208,6 +211,8 @@ class ShardedUnits:
                 root.set_requires_gradient_sync(False)
         self._order.begin(backward=backward)
         with self.resetting():
+            if backward:
+                self._check_frozen()
             yield
             if not self._reduces:
                 fsdp2_internals.drop_gradients(self._params())  # of a batch that is run again
@@ -216,6 +221,12 @@ class ShardedUnits:
                     self._reduce(root)
             self._order.check(END)
         self.reshard()
+
+    def _check_frozen(self) -> None:
+        """Refuse what was unfrozen since: torch would do so halfway through its first batch, and run the next one."""
+        for name, one in self._frozen:
+            if fsdp2_internals.held(one).requires_grad:
+                raise ValueError(unfrozen(name, "requires a gradient"))
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
