@@ -268,6 +268,11 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
             raise ConfigError(f"--set: got {shown(assignment)}, expected KEY=VALUE, such as train.lr=1e-3")
         tree = merge(tree, nested(key, _plain_value(text)))
     tables = {name: tree.pop(name) for name in keys(Job) if name in tree}
+    for name, table in tree.items():
+        if isinstance(table, Mapping) and table.keys() & {*keys(TrainConfig), *keys(GPTConfig)}:
+            meant = "" if name in keys(Config) else nearest(name, keys(Job))
+            if meant:
+                raise ConfigError(f"{name}: no such table{meant}")
     return load(tree), build(Job, tables, "")
 
 

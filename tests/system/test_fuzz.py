@@ -22,7 +22,7 @@ from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_wor
 
 import paramp
 from paramp.base.user_values import build
-from paramp.compat import foreign_names
+from paramp.compat import foreign_keys, foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS
 from paramp.config.files import load
@@ -221,6 +221,11 @@ LINES = st.lists(flag_words(), max_size=4).map(lambda groups: [word for group in
 # --------------------------------------------------------------------------------------------------- what has to hold
 
 
+def plain(name):
+    """``name`` in the letters in which advice for other libraries' keys looks for it."""
+    return name.lower().replace("-", "_")
+
+
 def check_complaint(error, names):
     """One line of a sensible length that names one of ``names``, or quotes something else that was given."""
     message = str(error)
@@ -233,7 +238,7 @@ def check_complaint(error, names):
     assert named or re.search(r"(ambiguous option|expected one argument|no file)", message), message
     if named:
         word = re.split(r"[.\[]", named[2].strip("'\"-").replace("/", "."))
-        assert set(word) & names or "no such" in message or named[2] in ("config",), message
+        assert {*map(plain, word)} & names or "no such" in message or named[2] in ("config",), message
 
 
 NAMES = {"fp16", "precision", "config", "set", "user", "mode", "emulate-fp16"} | {
@@ -241,6 +246,8 @@ NAMES = {"fp16", "precision", "config", "set", "user", "mode", "emulate-fp16"} |
 }
 NAMES |= set(SPELLED) | {name for names in _OPTIONS.values() for name in names} | {"dp", "tp", "pp"}
 NAMES |= {flag.name.strip("-") for flag in FLAGS}
+NAMES |= {*foreign_keys.TOP, *foreign_keys.NAMES}
+NAMES = {*map(plain, NAMES)}
 
 
 def check_accepted(config):

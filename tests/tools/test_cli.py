@@ -66,3 +66,6 @@ def test_flags_set_their_configuration_keys():
     assert job.train.lr == 2.0  # --set over the flag
     with pytest.raises(ConfigError, match="argument --emulate-fp16: invalid choice: 'x'"):
         configure(["--emulate-fp16", "x"])
+    for words, name in (("rain.seq_len=2", "train"), ("modle.num_layers=2", "model")):
+        with pytest.raises(ConfigError, match=rf"no such table \(did you mean '{name}'\?\)"):
+            configure(["--set", words])

@@ -117,7 +117,7 @@ FAULTS = {
     "weight gradient tp2": ("tp2", "16-mixed", ("weight gradient", 1, "blocks.1.dropout.1.weight", 0), (1, 0)),
     "gradient dp2": ("dp2", "32-true", ("gradient", 0, "norm.bias", 0), (1, None)),
     "master pp2": ("pp2", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 1), (1, None)),
-    "master dp2+zero": ("dp2+zero", "bf16-naive", ("master", 1, "embedding.positions.weight", 2), (2, None)),
+    "master dp2+zero": ("dp2+zero", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 2), (2, None)),
     "state tp2": ("tp2", "32-true", ("optimizer state", 1, "blocks.0.mlp.down.weight.exp_avg", 1), (1, None)),
     "weight dp2·tp2": ("dp2·tp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
 }
