@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any, TypeAlias
@@ -98,6 +98,17 @@ def runs_forward_of_class(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is that of its class, perhaps inside a context of :func:`run_within`."""
     replaced = vars(module).get("forward")
     return replaced is None or getattr(replaced, OF_CLASS, False)
+
+
+@contextmanager
+def with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """A context in which the parameters of ``module`` are ``values``."""
+    own = module._parameters
+    module._parameters = {**own, **values}  # type: ignore[dict-item]
+    try:
+        yield
+    finally:
+        module._parameters = own
 
 
 def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn.Module:
@@ -194,6 +205,17 @@ def keeping_ties(module: nn.Module) -> Iterator[list[tuple[str, ...]]]:
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
+def is_router(module: nn.Module) -> bool:
+    """Whether ``module`` is what chooses the experts of a token, in a model of transformers, torchtitan or paramp."""
+    kinds = (kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] in ROUTED)
+    return any(part in kind.__name__ for kind in kinds for part in ROUTERS)
+
+
+ROUTED = ("transformers", "transformers_modules", "torchtitan", "paramp")
+ROUTERS = ("Router", "TopKGating", "MoEV1Gate")
+"""Parts of the names of routers' classes; the last two are JetMoe's and HunYuan's."""
+
+
 def cast_parameters(
     module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, untrained: torch.dtype | None = None
 ) -> None:
@@ -230,10 +252,13 @@ def stored_dtype(
 ) -> torch.dtype:
     """The dtype in which ``tensor``, the parameter or buffer ``name`` of ``module``, is stored; ``dtype`` for most.
 
-    Integers keep their dtype. With ``keep_batchnorm_fp32``, batch norms are stored in fp32.
+    Integers keep their dtype. With ``keep_batchnorm_fp32``, batch norms are stored in fp32. A router's buffers are not
+    narrowed: biases that balance the experts change by less than half precision resolves.
     """
     if not tensor.is_floating_point() or _is_frequencies(module, name):
         return tensor.dtype
+    if not isinstance(tensor, nn.Parameter) and is_router(module):
+        return torch.promote_types(dtype, tensor.dtype)
     return torch.float32 if keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS) else dtype
 
 

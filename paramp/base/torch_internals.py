@@ -84,6 +84,13 @@ INVENTORY = (
         "mm addmm bmm baddbmm addbmm mv addmv dot convolution convolution_backward",
         "kernels that are replaced: fp16 products computed in fp32 on CPUs",
     ),
+    Private("torch.ops.aten", "_grouped_mm", "kernels that are replaced: products of experts"),
+    Private(
+        "torch.ops.transformers",
+        "grouped_mm_fallback",
+        "kernels that are replaced: products of experts in transformers",
+        optional=True,
+    ),
     Private("torch", "_foreach_add_ _foreach_copy_ _foreach_mul_ _foreach_norm _foreach_zero_", "lists of tensors"),
     Private("torch", "_fused_adam_ _fused_adamw_ _fused_sgd_", "the optimizer's step over flat buffers"),
     Private("torch", "_amp_foreach_non_finite_check_and_unscale_", "unscaling gradients"),
@@ -261,6 +268,7 @@ INVENTORY = (
     Private("transformers.PreTrainedModel", "_init_weights _pp_plan", "a model on meta, and its pipeline plan"),
     Private("transformers.PreTrainedModel", "_weight_conversions", "saving as it was loaded", optional=True),
     Private("transformers.PreTrainedConfig", "_name_or_path", "the folder that a model came from"),
+    Private("transformers.PreTrainedConfig", "_experts_implementation", "which products experts call"),
     Private("transformers.PreTrainedConfig", "_commit_hash", "the folder that a model came from", optional=True),
     Private(
         "transformers.Trainer",

@@ -24,7 +24,7 @@ from ..distributed.context import ParallelContext, current_context
 from ..distributed.numerics_protocol import Numerics
 from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
-from ..precision.autocast import computing, moved, widening, widening_kernels
+from ..precision.autocast import autocast_kernels, computing, moved, widening
 from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from ..precision.modes import Precision
@@ -75,10 +75,10 @@ class ComputeContext:
         return not has_native_fp16(self.device) if self.emulation in ("auto", None) else bool(self.emulation)
 
     @functools.cached_property
-    def kernels(self) -> list[torch.library.Library | None]:
+    def kernels(self) -> list[torch.library.Library]:
         """What replaces kernels of torch in :meth:`enter`: kept from the first one on, as long as this object is."""
-        widened = widening_kernels(self.device.type) if self.precision.autocast else None
-        return [widened, fp16_kernels() if self.emulate else None]
+        cast = autocast_kernels(self.device.type) if self.precision.autocast else []
+        return [*cast, fp16_kernels()] if self.emulate else cast
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: not the kernels, which cannot be copied."""

@@ -19,6 +19,7 @@ from ..parallel.materialize import materialize, outline
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
+from ..precision.experts import keep_routers_wide
 from ..precision.float8 import convert
 from ..scaling.replica_counts import TiedParameter
 from .model_plan import ModelPlan
@@ -49,6 +50,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     numerics.watch(plan.stages, joined.parts, plan.styles)
     plan.checkpointed.apply(joined.parts)
     shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
+    keep_routers_wide(joined.module, config.precision)
     _move(joined.module, context.device)
     broadcast_replicas([tensor for _, tensor in named_tensors(joined.module) if not tensor.is_meta], context)
     whole = outline(joined.module)  # with the layers' own classes, which define how they are filled

@@ -19,6 +19,7 @@ from ..parallel.materialize import InitialValues
 from ..parallel.model_checks import check_model, check_stages
 from ..parallel.model_families import UserPlan, adapter_for
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
+from ..precision.experts import check_grouped_products
 from ..precision.float8_layers import Choice, choose_layers
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def plan_model(
     """
     config = context.config
     names_of = check_model(model, context)
+    check_grouped_products(model, config.precision)
     check_optimizers(optimizers, names_of)
     adapter = adapter_for(model)
     styles = numerics.plan(adapter, plan, context)

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.errors import ConfigError, shown
 from ..engine.compute_context import ComputeContext
+from ..precision.experts import keep_routers_wide
 from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling
 from .logical_gradient import logical_parameter
@@ -163,6 +164,7 @@ class AdoptedAccelerator(_Adopted):
         if model in self._shared.models:
             return
         self._shared.models.add(model)
+        keep_routers_wide(model, self._compute.precision)
         if self.is_fsdp2:
             from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 

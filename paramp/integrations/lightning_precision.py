@@ -24,6 +24,7 @@ from ..distributed.launcher_env import mpi_place
 from ..engine.compute_context import ComputeContext
 from ..parallel.materialize import stored_as
 from ..precision.autocast import default_dtype, to_compute
+from ..precision.experts import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, device_types
@@ -117,6 +118,7 @@ class LightningPrecision:
                     self._store(module, tensor, wanted)
                 else:
                     child._buffers[name] = replaced.setdefault((tensor, wanted), tensor.detach().to(wanted))
+        keep_routers_wide(module, self.mode)
         self._models.add(module)
         return module
 

@@ -1,4 +1,4 @@
-"""torch's autocast, with norms and softmax in the same dtype on the CPU as on CUDA.
+"""torch's autocast, with norms and softmax in the same dtype on the CPU as on CUDA, and products of experts in half.
 
 On CUDA autocast widens operators that lose accuracy in half precision to fp32: norms, softmax, exponentials, powers,
 sums, losses. On the CPU it does not: they run in the dtype of their input, so that a model gives different results.
@@ -6,15 +6,19 @@ sums, losses. On the CPU it does not: they run in the dtype of their input, so t
 
 This is implemented where autocast is, in torch's dispatcher: each of these operators gets a kernel for the CPU's
 autocast key. So it also applies to operators inside other operators, and to forwards that checkpointing recomputes. The
-kernels are there while a context is open, or what :func:`widening_kernels` returns is kept; outside of
+kernels are there while a context is open, or what :func:`autocast_kernels` returns is kept; outside of
 :func:`widening` they call the default kernel unchanged, so that torch's autocast works as without them. ``rms_norm``,
 which CUDA's table has from torch 2.12 on, gets one for CUDA too where it has none.
+
+``F.grouped_mm``, the products of all experts of a layer, has no kernel for autocast in torch: fp32 weights would be
+multiplied in fp32. It gets one that casts to autocast's dtype, as ``F.linear`` does. So does the operator that
+transformers runs in its place in compiled code and on GPUs older than Ampere.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,29 +33,37 @@ tree_map_only = take("torch.utils._pytree.tree_map_only")
 KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 """Autocast's key in the dispatcher, by the type of the device."""
 LSTM = torch.ops.aten.lstm.input
+GROUPED = torch.ops.aten._grouped_mm.default
 _depth = dict.fromkeys(KEYS, 0)
 
 
-def widening_kernels(device_type: str) -> torch.library.Library | None:
-    """The kernels for ``device_type``, which torch has as long as the result is kept; None: there are none for it."""
+def autocast_kernels(device_type: str) -> list[torch.library.Library]:
+    """The kernels for ``device_type``, which torch has as long as the result is kept; empty: there are none for it."""
     if device_type not in KEYS:
-        return None
+        return []
     key = KEYS[device_type].name
-    return REPLACED.get(key) or replace_kernels(key, _widening_kernels(device_type))
+    kept = [REPLACED.get(key) or replace_kernels(key, _kernels(device_type))]
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # once transformers has defined it
+    if fallback is not None:
+        kernels = {fallback.default: functools.partial(_narrowed, fallback.default, device_type)}
+        kept.append(REPLACED.get(f"transformers {key}") or replace_kernels(key, kernels, "transformers"))
+    return kept
 
 
 @functools.cache
-def _widening_kernels(device_type: str) -> Mapping[Any, Callable[..., Any]]:
-    """The kernels for each overload that CUDA's table widens and that has none on ``device_type``."""
-    kernels = {LSTM: _lstm} if device_type == "cpu" else {}
-    for names, cast in ((TO_FP32, _to_fp32), (TO_WIDEST, _to_widest)):
+def _kernels(device_type: str) -> Mapping[Any, Callable[..., Any]]:
+    """The kernels for grouped products, and for each overload that CUDA's table widens and ``device_type`` does not."""
+    kernels: dict[Any, Callable[..., Any]] = {LSTM: _lstm} if device_type == "cpu" else {}
+    if not _has_kernel(GROUPED, KEYS[device_type]):
+        kernels[GROUPED] = functools.partial(_grouped, device_type)
+    for names, to_wide in ((TO_FP32, _to_fp32), (TO_WIDEST, _to_widest)):
         for name in names.split():
             packet = getattr(torch.ops.aten, name)
             for operator in (getattr(packet, overload) for overload in packet.overloads()):
                 # torch 2.11 lacks that of rms_norm
                 is_widened = name == "rms_norm" or _has_kernel(operator, KEYS["cuda"])
                 if is_widened and not _has_kernel(operator, KEYS[device_type]):
-                    kernels[operator] = functools.partial(_widened, operator, device_type, cast)
+                    kernels[operator] = functools.partial(_widened, operator, device_type, to_wide)
     return kernels
 
 
@@ -64,7 +76,7 @@ def _has_kernel(operator: Any, key: torch._C.DispatchKey) -> bool:
 def _widened(
     operator: Any,
     device_type: str,
-    cast: Callable[[Any, str], Any],
+    to_wide: Callable[[Any, str], Any],
     keys: torch._C.DispatchKeySet,
     *args: Any,
     **kwargs: Any,
@@ -73,7 +85,7 @@ def _widened(
     if not _depth[device_type]:
         return operator.redispatch(keys & below, *args, **kwargs)
     with torch._C._ExcludeDispatchKeyGuard(autocast):
-        args, kwargs = cast((args, kwargs), device_type)
+        args, kwargs = to_wide((args, kwargs), device_type)
         return operator(*args, **kwargs)
 
 
@@ -100,12 +112,49 @@ def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         return LSTM(*args, **kwargs)
 
 
+def _narrowed(
+    operator: Any, device_type: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """``operator`` of tensors in autocast's dtype; as in torch's own products, those in fp64 are not cast."""
+    autocast, below = _keys(device_type)
+    if not _depth[device_type]:
+        return cast(torch.Tensor, operator.redispatch(keys & below, *args, **kwargs))
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device_type
+        return tensor.to(dtype) if is_cast else tensor
+
+    with torch._C._ExcludeDispatchKeyGuard(autocast):
+        args, kwargs = tree_map_only(torch.Tensor, narrow, (args, kwargs))
+        return cast(torch.Tensor, operator(*args, **kwargs))
+
+
+def _grouped(
+    device_type: str,
+    keys: torch._C.DispatchKeySet,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    *args: Any,
+) -> torch.Tensor:
+    """The grouped product, which leaves the rows behind the last group undefined, in its result and its gradient.
+
+    Here both are zero.
+    """
+    if not _depth[device_type] or offs is None or a.ndim != 2 or b.ndim != 3:
+        return _narrowed(GROUPED, device_type, keys, a, b, offs, *args)
+    behind = (torch.arange(len(a), device=a.device) >= offs[-1])[:, None]
+    product = _narrowed(GROUPED, device_type, keys, a.masked_fill(behind, 0.0), b, offs, *args)
+    return product.masked_fill(behind, 0.0)
+
+
 def _to_fp32(arguments: Any, device_type: str) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
         is_low = tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
         return tensor.float() if is_low else tensor
 
-    return tree_map_only(torch.Tensor, cast, arguments)
+    return tree_map_only(torch.Tensor, widen, arguments)
 
 
 def _to_widest(arguments: Any, device_type: str) -> Any:
@@ -117,8 +166,8 @@ def _to_widest(arguments: Any, device_type: str) -> Any:
 @contextmanager
 def widening(precision: Precision, device_type: str) -> Iterator[None]:
     """The part of :func:`computing` that the backward needs too, because checkpointing recomputes forwards in it."""
-    kept = widening_kernels(device_type) if precision.autocast else None
-    if kept is None:
+    kept = autocast_kernels(device_type) if precision.autocast else []
+    if not kept:
         yield
         return
     _depth[device_type] += 1

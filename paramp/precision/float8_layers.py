@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..base.errors import ConfigError, nearest
-from ..base.module_surgery import matches
+from ..base.module_surgery import is_router, matches
 from .modes import Float8
 
 MULTIPLE = 16
@@ -23,7 +23,7 @@ class Choice:
     norms: tuple[str, ...]
     """Layer norms that are converted to Transformer Engine's."""
     kept: Mapping[str, tuple[str, ...]]
-    """Reason -> the other linear layers that match the mode's globs but keep their dtype for that reason."""
+    """Reason -> the other linear layers, and stacks of experts, that match the mode's globs but keep their dtype."""
 
 
 def check_checkpointing(library: str, how: str | int) -> None:
@@ -52,6 +52,7 @@ def choose_layers(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     _check_globs(float8, modules)
+    routers = tuple(f"{name}." for name, module in modules.items() if is_router(module))
     tables = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     linear, norms = [], []
     kept: dict[str, list[str]] = {}
@@ -61,10 +62,14 @@ def choose_layers(
         skipped = _any_matches(name, float8.skip)
         if isinstance(module, nn.LayerNorm) and not skipped and _is_plain_norm(module):
             norms.append(name)
+        if _is_stack(module):
+            kept.setdefault("stacks of experts have no float8 products", []).append(name)
         if not isinstance(module, nn.Linear):
             continue
         dim = (sharded_dims or {}).get(name)
         why = "matched by skip" if skipped else _why_kept(module, tables, dim, tensor_size)
+        if not why and name.startswith(routers):
+            why = "a router computes in fp32"
         if why:
             kept.setdefault(why, []).append(name)
         else:
@@ -100,6 +105,12 @@ def _why_kept(module: nn.Linear, tables: Collection[int], dim: int | None, tenso
     if dim is not None and sizes[dim] % (MULTIPLE * tensor_size):
         return f"a sharded size is not a multiple of {MULTIPLE} x parallel.tensor.size {tensor_size}"
     return ""
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether ``module`` has the matrices of several experts in one parameter, of 3 dims."""
+    has_three_dims = any(value is not None and value.ndim == 3 for value in module._parameters.values())
+    return has_three_dims and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
 
 
 def _is_plain_norm(module: nn.LayerNorm) -> bool:

@@ -42,7 +42,7 @@ _PRODUCTS: dict[Any, tuple[int, ...]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (1,),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (),
 }
-# The same products into a given tensor, which compiled code calls.
+# The same products into a given tensor, which compiled code calls, and F.grouped_mm for each of its groups.
 _PRODUCTS_INTO: dict[Any, Any] = {
     aten.mm.out: aten.mm.default,
     aten.addmm.out: aten.addmm.default,

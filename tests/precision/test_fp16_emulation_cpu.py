@@ -38,10 +38,20 @@ def test_a_product_is_the_rounding_of_the_exact_one():
     assert (small == 0).all()
 
 
+OFFS = torch.tensor([5, 5, 16], dtype=torch.int32)
+
+
+def grouped(x, w):
+    if x.dtype is torch.float64:  # torch has none
+        return torch.cat([x[:5] @ w[0], x[5:] @ w[2] + 0 * w[1].sum()])
+    return F.grouped_mm(x, w, offs=OFFS)
+
+
 ATTENTION = ((2, 2, 6, 8),) * 3
 KINDS = {
     "linear": (F.linear, ((5, 3, 16), (8, 16), (8,))),
     "linear_without_bias": (F.linear, ((5, 3, 16), (8, 16))),
+    "grouped": (grouped, ((16, 16), (3, 16, 8))),
     "batched": (torch.bmm, ((3, 4, 16), (3, 16, 5))),
     "einsum": (lambda x, w: torch.einsum("bij,bkj->bik", x, w), ((2, 4, 16), (2, 3, 16))),
     "attention": (F.scaled_dot_product_attention, ATTENTION),
@@ -56,7 +66,8 @@ def test_forward_and_backward_of_each_kind_and_what_is_saved_between_stays_fp16(
     results, saved = [], []
 
     def record(tensor):
-        saved.append(tensor.dtype)
+        if tensor.is_floating_point():
+            saved.append(tensor.dtype)
         return tensor
 
     for emulated in (True, False):
@@ -147,6 +158,13 @@ def test_a_product_into_a_given_tensor_is_the_same_under_autocast_too(name):
     exact = a.double() @ b.double()
     exact = 2 * exact + 0.5 * c.double() if options else exact
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_each_group_of_a_grouped_product_is_emulated():
+    x, w = drawn((16, 16), (3, 16, 8))
+    with emulate_fp16():
+        assert is_emulated(lambda: F.grouped_mm(x, w, offs=OFFS))
+    assert not is_emulated(lambda: F.grouped_mm(x, w, offs=OFFS))
 
 
 def test_what_torch_refuses_is_refused():

@@ -6,8 +6,7 @@ Parameters are DTensors. The forward takes plain tensors and computes on this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
-from ...base.module_surgery import replace_forward
+from ...base.module_surgery import replace_forward, with_parameters
 from .differentiable_collectives import (
     as_shards,
     enter,
@@ -270,17 +269,6 @@ class PackedRowwise(PackedColwise):
             return output if bias is None else output + bias.to(output.dtype)
 
         return replace_forward(module, forward)
-
-
-@contextmanager
-def with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """A context in which the parameters of ``module`` are ``values``."""
-    own = module._parameters
-    module._parameters = {**own, **values}  # type: ignore[dict-item]
-    try:
-        yield
-    finally:
-        module._parameters = own
 
 
 def is_conv1d(module: nn.Module) -> bool:

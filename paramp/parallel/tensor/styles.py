@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
-from ...base.module_surgery import replace_forward, run_within
+from ...base.module_surgery import replace_forward, run_within, with_parameters
 from ...base.torch_internals import take
 from ...distributed.rng import replicated_random, sharded_random
 from .differentiable_collectives import enter, gather, local_shard, own_slice, sum_over_ranks
@@ -28,7 +28,6 @@ from .linear import (
     PackedRowwise,
     Rowwise,
     distribute,
-    with_parameters,
 )
 
 tree_map = take("torch.utils._pytree.tree_map")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ....base.errors import ConfigError
+from ....precision.experts import keep_routers_wide
 from ....precision.modes import Precision
 from ....scaling.loss_scaling_options import LossScaling
 from ...foreign_names import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
@@ -125,6 +126,7 @@ def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, c
     inputs = precision.weights if casts_models else None
     casts = Casts(precision, inputs=inputs, outputs=precision.outputs if cast_outputs else None)
     for model in session.models:
+        keep_routers_wide(model, precision)
         model.forward = AmpForward(model, casts)
     if precision.weights.itemsize < 4:
         keep_state_dicts_fp32(session.models)

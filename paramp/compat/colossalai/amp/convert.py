@@ -27,6 +27,7 @@ from ....distributed.context import current_context
 from ....engine.compute_context import ComputeContext
 from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
 from ....pipeline.stage import Stage
+from ....precision.experts import keep_routers_wide
 from ....precision.modes import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer
@@ -101,6 +102,7 @@ def convert_to_amp(
     compute = ComputeContext.of(model, precision)
     weights = Weights(model, precision)
     check_elementwise(optimizer, weights)
+    keep_routers_wide(model, precision)
     repoint(optimizer, names_of, weights)
     warn_of_eps(optimizer)
     wrapped = None if criterion is None else AmpCriterion(criterion, compute)
