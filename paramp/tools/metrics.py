@@ -15,19 +15,25 @@ its end, and each thing recorded; the folder ``traces`` has a Chrome trace of ea
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
-from ..base.errors import require
+from ..base.errors import ConfigError, require, shown
 from ..base.user_values import user_path
-from .run_events import EVENTS, TRACES, Finding, end_event, event_of, found_by, launch_event
+from .run_events import EVENTS, TRACES, Finding, check_step, end_event, event_of, found_by, launch_event
+from .run_folder import NUMBERS
 
 Hook = Callable[[dict[str, float], int], object]
 """Is given the numbers of a step by their names, and the step: ``run.log`` of wandb, ``mlflow.log_metrics``, ..."""
@@ -58,13 +64,16 @@ class Metrics:
                 ``wandb_run.log`` or ``mlflow.log_metrics``. ``values`` has the numbers that are finite.
 
         Raises:
-            ConfigError: ``hooks`` is not a list of functions.
+            ConfigError: ``folder`` is no path, ``resumed_at`` no step, ``settings`` no dict, or ``hooks`` no list of
+                functions that are not async; on every rank.
         """
-        functions = not callable(hooks) and all(map(callable, hooks))
-        require(functions, "hooks", hooks, "a list of functions of the values and the step, such as [wandb_run.log]")
-        self._hooks = tuple(hooks)
+        require(isinstance(folder, str | os.PathLike) and bool(str(folder)), "folder", folder, "a path, as 'runs/a'")
+        require(isinstance(settings or {}, Mapping), "settings", settings, "a dict, such as vars(arguments)")
+        self._hooks = _functions(hooks)
         self._files: list[TextIO] = []
-        self._last_step = resumed_at
+        self._last_step = None if resumed_at is None else _as_step(resumed_at, "resumed_at")
+        self._closed = False
+        self._numbers = dict.fromkeys(NUMBERS, True)
         if enabled:
             self._folder = user_path(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -77,14 +86,20 @@ class Metrics:
                 self._open = stack.pop_all()
 
     def write(self, step: int, **values: Any) -> None:
-        """Write the metrics of ``step``: numbers, strings, or tensors of one element.
+        """Write the metrics of ``step``: numbers, arrays or tensors of one element; under other keys strings or lists.
 
         A number that is not finite becomes null. ``paramp report`` draws every number, ``paramp plot`` ``loss``,
         ``val_loss``, ``grad_norm``, ``loss_scale``, ``skipped`` (0 or 1), ``tokens_per_second``, and ``data_seconds``
         of ``step_seconds``.
+
+        Raises:
+            ConfigError: ``step`` is no whole number, or a value is none of these, or no number under a key of the
+                list or one that was a number before (or the other way round); or the log is closed.
         """
+        self._check_open()
         if self._files:
-            plain = {name: _plain(value) for name, value in values.items()}
+            step = _as_step(step)
+            plain = {name: self._checked(f"step {step}, {name}", name, value) for name, value in values.items()}
             self._files[0].write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
             self._last_step = step
             for hook in self._hooks:
@@ -99,8 +114,10 @@ class Metrics:
                 the list of ``check_replicas``, where an empty one says that replicas are equal.
 
         Raises:
-            ConfigError: it is something else; on every rank.
+            ConfigError: it is something else, ``step`` is no whole number, or the log is closed; on every rank.
         """
+        self._check_open()
+        step = _as_step(step)
         event = event_of(step, finding)
         if self._files:
             if "trace" in event:
@@ -110,8 +127,27 @@ class Metrics:
                 event["file"] = f"{TRACES}/{path.name}"
             self._write_event(event)
 
+    def _checked(self, where: str, name: str, value: Any) -> Any:
+        """``value`` as JSON has it; a ConfigError, which begins with ``where``, if a reader could not use it."""
+        plain = _plain(value)
+        is_number = isinstance(plain, int | float)
+        try:
+            json.dumps(plain, allow_nan=False)
+            fits = not is_number or abs(plain) <= sys.float_info.max
+        except (TypeError, ValueError, RecursionError):
+            fits = False
+        require(fits, where, value, "a number of fp64, an array or a tensor of one element, a string or a list of them")
+        if plain is not None and self._numbers.setdefault(name, is_number) != is_number:
+            expected = "no number, as before" if is_number else "a number"
+            raise ConfigError(f"{where}: got {shown(value)}, expected {expected}; write it under another key")
+        return plain
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("Metrics: closed; write inside the with block, or open it again with resumed_at=STEP")
+
     def _write_event(self, event: Mapping[str, Any]) -> None:
-        self._files[1].write(json.dumps(_finite(event), allow_nan=False, default=str) + "\n")
+        self._files[1].write(json.dumps(_plain(event), allow_nan=False, default=str) + "\n")
 
     def close(self, error: BaseException | None = None) -> None:
         """Record the end of the launch, and ``error`` if that ended it; close the files."""
@@ -121,6 +157,7 @@ class Metrics:
             self._write_event(end_event(self._last_step, error))
             self._open.close()
             self._files = []
+        self._closed = True
 
     def __enter__(self) -> Metrics:
         return self
@@ -131,17 +168,34 @@ class Metrics:
         self.close(error)
 
 
+def _functions(hooks: Sequence[Hook]) -> tuple[Hook, ...]:
+    """``hooks`` as a tuple, which a generator fills once."""
+    functions = tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
+    right = not callable(hooks) and all(map(callable, functions))
+    require(right, "hooks", hooks, "a list of functions of the values and the step, such as [wandb_run.log]")
+    for hook in functions:
+        require(not inspect.iscoroutinefunction(hook), "hooks", hook, "a function that is not async: none awaits it")
+    return functions
+
+
+def _as_step(step: Any, name: str = "step") -> int:
+    """``step`` as an int: one of numpy's and a tensor of one have ``__index__``."""
+    try:
+        whole = step if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        whole = step
+    check_step(whole, name)
+    return int(whole)
+
+
 def _plain(value: Any) -> Any:
-    value = value.item() if isinstance(value, torch.Tensor) else value
-    return value if is_finite(value) else None
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with None for each number in it that is not finite."""
+    """``value`` with a number for each array or tensor of one element, and None for each number that is not finite."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+        value = value.item()
     return value if is_finite(value) else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """
     check_matplotlib("plot")
     runs = [read_run(folder) for folder in log_dirs]
+    for run in runs:
+        for text in run.left_out[:3]:
+            print(f"{run.name}: left out: {text}", file=sys.stderr)
     if len({run.name for run in runs}) < len(runs):  # folders with the same name: label them by path
         runs = [LoggedRun(str(folder), run.records) for run, folder in zip(runs, log_dirs, strict=True)]
     figure = draw(runs)

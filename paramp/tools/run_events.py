@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from ..base.errors import ConfigError, ReplicaDrift, TrainingDiverged, shown
+from ..base.errors import ConfigError, ReplicaDrift, TrainingDiverged, require, shown
 from ..config.schema import flatten
 from ..distributed.context import ParallelContext, current_context
-from ..observe.grad_histogram import GradientHistogram
+from ..observe.grad_histogram import HIGHEST, LOWEST, GradientHistogram
 from ..observe.replica_check import Difference
 from ..observe.timeline import Timeline
 from ..scaling.overflow_report import OverflowReport
@@ -24,6 +24,10 @@ EVENTS, TRACES = "events.jsonl", "traces"
 """The file, and the folder of Chrome traces beside it."""
 Finding: TypeAlias = OverflowReport | GradientHistogram | Timeline | Sequence[Difference]
 """What an observation of a step returns."""
+LARGEST = 2.0**128
+"""Numbers beyond it count as not finite in the figures, which are in fp32."""
+LAST_STEP = 10**15
+"""The largest step, here and below zero; fp64 tells the middle between two steps from both."""
 
 
 def launch_event(resumed_at: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,3 +116,62 @@ def _difference(found: Difference) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def check_step(step: object, name: str = "step") -> None:
+    """Raise a ConfigError unless ``step`` is an int of at most :data:`LAST_STEP`."""
+    require(_is_step(step), name, step, f"a whole number of at most {LAST_STEP:,}")
+
+
+def check_event(event: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a key of ``event`` that the page shows is not what :class:`paramp.Metrics` writes."""
+    kind = event["event"]
+    if kind not in ("launch", "end"):
+        check_step(event.get("step"))
+    for key, is_right in KEYS.get(kind, {}).items():
+        value = event.get(key)
+        missing = value is None and kind != "histogram"
+        require(missing or is_right(value), f"{kind}: {key}", value, "what paramp.Metrics writes there")
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and abs(value) <= LAST_STEP
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= LARGEST
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _table(of: Callable[[Any], bool] = lambda value: True) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(of, value.values()))
+
+
+def _is_machine(value: Any) -> bool:
+    return _table()(value) and _table()(value.get("versions") or {}) and _table(_table())(value.get("modes") or {})
+
+
+def _is_counts(value: Any) -> bool:
+    return _table(_is_number)(value) and value.keys() <= EXPONENTS
+
+
+def _are_differences(value: Any) -> bool:
+    ranks = ("ranks", "others")
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(key) or [], list) for key in ranks) for one in value
+    )
+
+
+EXPONENTS = {str(exponent) for exponent in range(LOWEST, HIGHEST + 1)}
+KEYS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "launch": {"resumed_at": _is_step, "layout": _table(_is_number), "settings": _table(), "machine": _is_machine},
+    "end": {"step": _is_step, "error": _is_text},
+    "overflow": {"scale": _is_number, "parameter": _is_text, "module": _is_text, "axes": _table(), "message": _is_text},
+    "histogram": {"counts": _is_counts, **dict.fromkeys(("zeros", "non_finite", "scale"), _is_number)},
+    "replicas": {"differences": _are_differences},
+    "trace": {"bubble": _is_number, "theoretical_bubble": _is_number},
+}
+"""Keys of an event that the page computes with. Those of a histogram are needed; others may be null or missing."""

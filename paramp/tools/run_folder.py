@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, one_line, shown
 from ..base.user_values import user_path
-from .run_events import EVENTS
+from .run_events import EVENTS, LARGEST, check_event, check_step
 
 NUMBERS = {
     *("loss", "val_loss", "grad_norm", "loss_scale", "skipped", "lr"),
@@ -32,6 +32,8 @@ class LoggedRun:
     records: list[Record]
     events: list[Record] = field(default_factory=list)
     folder: Path = Path()
+    left_out: list[str] = field(default_factory=list)
+    """What is wrong with each line and value that was not read."""
 
     def series(self, key: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The steps with ``key``, and its values, 1-dim each; NaN for null."""
@@ -58,23 +60,29 @@ class LoggedRun:
 def read_run(log_dir: str | Path) -> LoggedRun:
     """Read the run in ``log_dir``. An incomplete last line, of a running or killed process, is ignored.
 
+    Lines and values that cannot be read are left out, and named in :attr:`LoggedRun.left_out`.
+
     Raises:
-        ConfigError: the folder or its ``metrics.jsonl`` does not exist, has no step, or a file has an invalid line.
+        ConfigError: the folder or its ``metrics.jsonl`` does not exist, or has no step.
     """
     folder = user_path(log_dir)
     path = folder / "metrics.jsonl"
+    if folder.is_file():
+        raise ConfigError(f"{str(log_dir)!r} is a file; expected the folder of a run, such as {str(folder.parent)!r}")
     if not path.is_file():
         missing = "metrics.jsonl in" if folder.is_dir() else "folder"
         raise ConfigError(f"no {missing} {str(log_dir)!r}; expected the folder of a run, that of paramp.Metrics")
-    records = _lines(path, _step)
+    left_out: list[str] = []
+    records = _lines(path, _step, left_out)
     if not records:
-        raise ConfigError(f"{str(path)!r} has no step yet")
-    events = _lines(folder / EVENTS, _event) if (folder / EVENTS).is_file() else []
-    return LoggedRun(folder.resolve().name or str(folder), records, events, folder)
+        raise ConfigError(f"{str(path)!r} has no step yet" + "".join(f"; {text}" for text in left_out[:1]))
+    _keep_numbers(records, left_out)
+    events = _lines(folder / EVENTS, _event, left_out) if (folder / EVENTS).is_file() else []
+    return LoggedRun(folder.resolve().name or str(folder), records, events, folder, left_out)
 
 
-def _lines(path: Path, check: Callable[[Any], Record]) -> list[Record]:
-    """The objects in the lines of ``path``, each as ``check`` returns it; a ValueError of it is for a wrong line."""
+def _lines(path: Path, check: Callable[[Any], Record], left_out: list[str]) -> list[Record]:
+    """The objects in the lines of ``path``, each as ``check`` returns it; it raises a ValueError for a wrong line."""
     lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -84,31 +92,41 @@ def _lines(path: Path, check: Callable[[Any], Record]) -> list[Record]:
             records.append(check(_parsed(line)))
         except ValueError as error:
             if number < len(lines):  # a last line without a newline may be incomplete
-                raise ConfigError(f"{str(path)!r}, line {number}: {error}") from None
+                left_out.append(f"{path.name}, line {number}: {error}")
     return records
 
 
 def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
-        raise ValueError(f"not JSON: {line[:40].decode(errors='replace')!r}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"not JSON: {one_line(repr(line[:40].decode(errors='replace')))}") from None
 
 
 def _step(record: Any) -> Record:
-    """``record`` if it is that of a step, whose :data:`NUMBERS` are numbers or None."""
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        raise ValueError('expected an object with a whole number as its "step"')
-    for key in NUMBERS & record.keys():
-        if not isinstance(record[key], (int, float, type(None))):
-            raise ValueError(f"{key}: got {record[key]!r}, expected a number or null")
+    """``record`` if it is that of a step."""
+    if not isinstance(record, dict):
+        raise ValueError(f"got {shown(record)}, expected an object")
+    check_step(record.get("step"))
     return record
+
+
+def _keep_numbers(records: Iterable[Record], left_out: list[str]) -> None:
+    """Keep numbers and None alone under the keys that are numbers in any step; None for what is not finite."""
+    numbers = NUMBERS | {key for record in records for key, value in record.items() if isinstance(value, int | float)}
+    for record in records:
+        for key in numbers & record.keys() - {"step"}:
+            value = record[key]
+            if not isinstance(value, int | float | None):
+                left_out.append(f"step {record['step']}, {key}: got {shown(value)}, expected a number or null")
+                del record[key]
+            elif value is not None and not abs(value) <= LARGEST:
+                record[key] = None
 
 
 def _event(event: Any) -> Record:
     """``event`` if it is an event."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise ValueError('expected an object with a string as its "event"')
-    if event["event"] not in ("launch", "end") and type(event.get("step")) is not int:
-        raise ValueError('expected a whole number as its "step"')
+    check_event(event)
     return event

@@ -1,9 +1,11 @@
 """The log of metrics that any loop writes."""
 
+import argparse
 import json
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 from families import family, long
@@ -159,8 +161,60 @@ def test_hooks_of_other_loggers_write_what_they_are_given(tmp_path, logger):
     assert read() == {1: {"loss": 0.5, "skipped": 1}, 2: {"loss": 0.25, "grad_norm": 2.0, "skipped": 0}}
 
 
-@pytest.mark.parametrize("hooks", [print, ["print"]])
-def test_hooks_that_are_no_list_of_functions_are_an_error(tmp_path, hooks):
-    with pytest.raises(paramp.ConfigError, match=r"hooks: got .*, expected a list of functions"):
-        Metrics(tmp_path / "run", hooks=hooks)
+async def send(values, step):
+    """A hook that none awaits."""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"hooks": hooks}, "hooks: got .*, expected a list of functions") for hooks in (print, ["print"], None)),
+        ({"hooks": [send]}, "hooks: got .*send.*, expected a function that is not async"),
+        ({"settings": 5}, r"settings: got 5, expected a dict, such as vars\(arguments\)"),
+        ({"settings": argparse.Namespace(a=1)}, r"settings: got Namespace.*vars\(arguments\)"),
+        *(({"resumed_at": step}, f"resumed_at: got {step!r}, expected a whole number") for step in ("3", 3.5)),
+        *(({"folder": folder}, f"folder: got {folder!r}, expected a path") for folder in ("", 5)),
+    ],
+)
+def test_wrong_arguments_are_an_error_on_every_rank(tmp_path, options, message):
+    for enabled in (True, False):
+        with pytest.raises(ConfigError, match=message):
+            Metrics(**{"folder": tmp_path / "run", "enabled": enabled} | options)
     assert not (tmp_path / "run").exists()
+
+
+def test_numbers_are_of_numpy_and_torch_too_and_a_generator_has_hooks(tmp_path):
+    seen = []
+    hooks = (lambda values, step, at=at: seen.append((at, step, values)) for at in range(2))
+    with Metrics(tmp_path, hooks=hooks, resumed_at=np.int64(0)) as metrics:
+        metrics.write(np.int64(1), loss=np.float32(0.5), n=np.int64(5), ok=np.bool_(True), zero=np.array(0.0))
+        metrics.write(torch.tensor(2), loss=torch.tensor([0.25]), rates=[np.float32(0.5), math.nan], name="a")
+    assert seen[:2] == [(at, 1, {"loss": 0.5, "n": 5, "ok": True, "zero": 0.0}) for at in range(2)]
+    assert read_run(tmp_path).records[1] == {"step": 2, "loss": 0.25, "rates": [0.5, None], "name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "message"),
+    [
+        *((step, 1.0, f"step: got {step!r}, expected a whole number") for step in (1.0, "1", True, 10**18)),
+        (3, "high", "step 3, loss: got 'high', expected a number; write it under another key"),
+        (3, [1.0], r"step 3, loss: got \[1.0\], expected a number"),
+        (3, torch.ones(3), r"step 3, loss: got tensor.*, expected .*tensor of one element"),
+        (3, object(), "step 3, loss: got <object.*, expected a number"),
+        pytest.param(3, 10**400, "step 3, loss: got 1000.*, expected a number of fp64", id="huge"),
+    ],
+)
+def test_what_no_page_could_show_is_refused_before_it_is_written(tmp_path, step, value, message):
+    with Metrics(tmp_path) as metrics:
+        with pytest.raises(ConfigError, match=message):
+            metrics.write(step, loss=value)
+        with pytest.raises(ConfigError, match="step: got 'x', expected a whole number"):
+            metrics.record("x", [])
+        metrics.write(4, mine=1.0, note="a", loss=None)
+        for values in ({"mine": "a"}, {"note": 1.0}):
+            with pytest.raises(ConfigError, match=r"expected .*number.*; write it under another key"):
+                metrics.write(5, **values)
+    assert [record["step"] for record in read_run(tmp_path).records] == [4]
+    for call in (lambda: metrics.write(6, loss=1.0), lambda: metrics.record(6, [])):
+        with pytest.raises(ConfigError, match="Metrics: closed; write inside the with block"):
+            call()

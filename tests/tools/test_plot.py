@@ -67,9 +67,9 @@ def test_user_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch)
         ([str(tmp_path / "none")], "no folder"),
         ([str(tmp_path / "bare")], "no metrics.jsonl"),
         ([str(folder_of(tmp_path / "empty", []))], "has no step yet"),
-        ([str(folder_of(tmp_path / "text", RECORDS, "not json\n"))], "line 4: not JSON: 'not json'"),
-        ([str(folder_of(tmp_path / "list", [[1]]))], 'line 1: expected an object with a whole number as its "step"'),
-        ([str(folder_of(tmp_path / "word", [{"step": 1, "loss": "low"}]))], "line 1: loss: got 'low', expected a num"),
+        ([str(folder_of(tmp_path / "text", [], "not json\n"))], "line 1: not JSON: 'not json'"),
+        ([str(folder_of(tmp_path / "list", [[1]]))], "line 1: got [1], expected an object"),
+        ([f"{good}/metrics.jsonl"], f"is a file; expected the folder of a run, such as {good!r}"),
         ([good, "--out", "picture.doc"], "ends in .png or .svg or .pdf"),
         ([good, "--out", str(tmp_path / "none" / "a.png")], "no folder"),
         ([], "the following arguments are required: DIR"),
@@ -80,6 +80,9 @@ def test_user_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch)
         assert message in error
         assert error.startswith("error: ")
         assert error.count("\n") == 1
+    damaged = str(folder_of(tmp_path / "word", [{"step": 1, "loss": "low"}, *RECORDS]))
+    assert main(["plot", damaged]) == 0
+    assert capsys.readouterr().err == "word: left out: step 1, loss: got 'low', expected a number or null\n"
     monkeypatch.setattr("paramp.tools.plot.importlib.util.find_spec", lambda name: None)
     assert main(["plot", good]) == 2
     assert 'pip install "paramp[plot]"' in capsys.readouterr().err

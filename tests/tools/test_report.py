@@ -263,10 +263,8 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     good = folder_of(tmp_path / "good")
-    wrong = folder_of(tmp_path / "wrong", events=[{"event": "overflow"}, LAUNCH])
     for arguments, message in (
         ([str(tmp_path / "none")], "no folder"),
-        ([str(wrong)], 'line 1: expected a whole number as its "step"'),
         ([str(good), "--live", "0"], "--live: got 0.0, expected a number of seconds, 1 or more"),
     ):
         assert main(["report", *arguments]) == 2
@@ -274,6 +272,59 @@ def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["report", str(good)]) == 2
     assert capsys.readouterr().err == 'error: report: bokeh is not installed; run pip install "paramp[report]"\n'
+
+
+DAMAGED = {
+    "not JSON": "\0" * 100,
+    "not JSON: '{": '{"step": 2, "lo',
+    "not JSON: '[": "[" * 100_000,
+    "got [1], expected an object": "[1]",
+    "step: got 1.0": '{"step": 1.0}',
+    f"step: got {10**18}": f'{{"step": {10**18}}}',
+    "step 5, accuracy: got 'high', expected a number or null": '{"step": 5, "accuracy": "high"}',
+    "step 5, lr: got [1], expected a number or null": '{"step": 5, "lr": [1]}',
+}
+WRONG_EVENTS = {
+    "step: got None": {"event": "overflow"},
+    "histogram: counts: got None": {"event": "histogram", "step": 1},
+    "histogram: counts: got {'a': 1}": HISTOGRAM | {"counts": {"a": 1}},
+    "launch: resumed_at: got 'x'": LAUNCH | {"resumed_at": "x"},
+    "launch: settings: got ['a']": LAUNCH | {"settings": ["a"]},
+    "launch: machine: got {'modes': {'a': 1}}": LAUNCH | {"machine": {"modes": {"a": 1}}},
+    "end: step: got 'x'": {"event": "end", "step": "x"},
+    "overflow: axes: got 3": OVERFLOW | {"axes": 3},
+    "replicas: differences: got 'abc'": {"event": "replicas", "step": 1, "differences": "abc"},
+    "trace: bubble: got 'x'": {"event": "trace", "step": 1, "bubble": "x"},
+}
+
+
+def test_what_cannot_be_read_is_left_out_and_named(tmp_path):
+    """Alone beside a good step, each is a page; no value of a good line is lost."""
+    good = json.dumps(RECORDS[0]) + "\n"
+    for message, line in DAMAGED.items():
+        folder_of(tmp_path, events=[])
+        (tmp_path / "metrics.jsonl").write_text(f"{good}{line}\n{good}")
+        run = read_run(tmp_path)
+        (left_out,) = run.left_out
+        assert message in left_out
+        assert [one for one in run.records if one["step"] != 5] == [RECORDS[0]] * 2
+        assert left_out in "".join(Text(page_of(run)).words)
+    for message, event in WRONG_EVENTS.items():
+        run = read_run(folder_of(tmp_path, events=[event, LAUNCH]))
+        assert [message in text for text in run.left_out] == [True]
+        assert run.events == [LAUNCH]
+        page_of(run)
+
+
+def test_numbers_beyond_fp32_count_as_not_finite_and_times_without_a_zone_are_local(tmp_path):
+    huge = {"loss": 1e308, "grad_norm": 1e308, "step_seconds": 1e308, "val_seconds": math.nan, "n": 10**400}
+    records = [{"step": step} | huge for step in range(1, 3000)]
+    end = {"event": "end", "time": "2026-01-01T10:00:05", "step": 9, "error": None}
+    run = read_run(folder_of(tmp_path, records, [LAUNCH, end]))
+    page_of(run)
+    assert dict(head(run))["loss"] == "not finite"
+    assert not np.isfinite(run.series("n")[1]).any()
+    assert run.left_out == []
 
 
 def test_metrics_of_any_loop_make_a_page(tmp_path):

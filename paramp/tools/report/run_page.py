@@ -36,7 +36,7 @@ def report(folder: str | Path, live: float | None = None) -> Iterator[Path]:
             ended; each time the path is yielded. None: once.
 
     Raises:
-        ConfigError: Bokeh is not installed, the run cannot be read, or ``live`` is less than 1.
+        ConfigError: Bokeh is not installed, the run has no step that can be read, or ``live`` is less than 1.
     """
     check_bokeh()
     require(live is None or live >= 1, "--live", live, "a number of seconds, 1 or more")
@@ -57,7 +57,7 @@ def finish(folder: str | Path) -> Path:
 def _write(run: LoggedRun, reload: float | None) -> Path:
     path = run.folder / NAME
     draft = path.with_suffix(".html.new")  # so that a browser sees the whole page, the old one or the new one
-    draft.write_text(page_of(run, reload), encoding="utf-8")
+    draft.write_text(page_of(run, reload), encoding="utf-8", errors="replace")  # a name may have half a character
     os.replace(draft, path)
     return path
 
@@ -81,6 +81,7 @@ def page_of(run: LoggedRun, reload: float | None = None) -> str:
     return environment.get_template("page.html").render(
         name=run.name,
         head=tables.head(run),
+        left_out=run.left_out,
         sections=sections,
         elements=elements,
         settings=tables.settings(run),

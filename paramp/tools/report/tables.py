@@ -91,9 +91,11 @@ def _seconds(seconds: float) -> str:
 
 
 def _time(event: Record) -> datetime.datetime | None:
+    """The event's time; one without a zone is in that of this machine."""
     try:
-        return datetime.datetime.fromisoformat(str(event.get("time")))
-    except ValueError:
+        time = datetime.datetime.fromisoformat(str(event.get("time")))
+        return time if time.tzinfo else time.astimezone()
+    except (ValueError, OverflowError):
         return None
 
 

@@ -55,7 +55,7 @@ def timeline_panel(folder: Path, event: Record) -> Panel | None:
         lanes = _lanes(spans)
         begin = min(one["ts"] for one in spans)
         data = _columns(spans, lanes, names, begin)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     plot = new_figure(70 + 26 * len(lanes), x_axis_label="ms", y_range=(len(lanes) - 0.4, -0.6))
     bars = plot.hbar(
