@@ -50,6 +50,7 @@ OPTIMIZER = "pass a torch.optim optimizer to paramp.initialize, not a configurat
 SCHEDULER = "pass a torch.optim.lr_scheduler scheduler to paramp.initialize as lr_scheduler"
 BATCH = "the batch size is that of your DataLoader: the samples of one data rank in a call of forward_backward"
 OFFLOAD = "there is no offloading to the CPU; shard instead"
+META = 'build the model under with torch.device("meta"), so that each rank makes its shards alone'
 BUCKETS = f"{OUT}: gradients are reduced from flat buffers, which have no buckets"
 SAVING = "save with paramp.Checkpoints(folder, every=100)"
 LAUNCHER = "the launcher decides it, such as torchrun --nnodes 2 --nproc-per-node 4"
@@ -196,6 +197,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "fp32": FP32,
         "tf32": "set torch.backends.cuda.matmul.allow_tf32 in your script",
         "amp": FP16,
+        "use_amp": FP16,
         "half": FP16,
         "dtype": ANY_DTYPE,
         "grad_scaler": FP16,
@@ -250,6 +252,9 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "fsdp_plugin": SHARD_4,
         "fsdp_config": SHARD_4,
         "fsdp_sharding_strategy": STRATEGIES,
+        "sharding_strategy": STRATEGIES,
+        "fsdp_version": SHARD_4,
+        "zero3_init_flag": META,
         "fsdp_activation_checkpointing": CHECKPOINTING,
         "fsdp_offload_params": OFFLOAD,
         "tp_degree": TENSOR,

@@ -89,6 +89,7 @@ def _rows(path: str, value: Any, whole_path: bool) -> Iterator[Row]:
         inside = [row for key, item in value.items() for row in _rows(f"{path}.{key}", item, whole_path)]
         if inside:
             yield from inside
+        if inside or path in keys(Config):  # of a table of ours, its own error is the advice
             return
     found = _of_value(found, value)
     if found is not None:
@@ -117,11 +118,11 @@ def _folded(value: Any) -> Any:
 
 def _with(configuration: dict[str, Any], row: Row, load: Load) -> dict[str, Any]:
     """``configuration`` and the row's example, with the user's value if it is accepted there."""
-    for candidate in (_filled(row.example, row.value), _filled(row.example, ...)):
-        merged = merge(configuration, candidate)
+    for value in (row.value, ...):
         try:
+            merged = merge(configuration, _filled(row.example, value))
             load(merged)
-        except ConfigError:
+        except (ConfigError, OverflowError):  # the latter of a power of two, for one
             continue
         return merged
     return configuration

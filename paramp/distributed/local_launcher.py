@@ -81,6 +81,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             _end(processes, grace=5.0)
             if failed < 0:  # it could not say so itself
                 print(f"error: rank {rank} was ended by {signal.Signals(-failed).name}", file=sys.stderr, flush=True)
+            elif failed > 2:  # 1 and 2 are the codes of errors that the rank has printed
+                print(f"error: rank {rank} ended with exit code {failed}", file=sys.stderr, flush=True)
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0

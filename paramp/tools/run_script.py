@@ -62,6 +62,9 @@ def run_script(given: argparse.Namespace) -> int:
         raise ConfigError("run: got no script, expected one, such as paramp run train.py --tp 2 --pp 2")
     if program[0] != "-m" and not user_path(program[0]).exists():
         raise FileNotFoundError(f"run: no file {program[0]!r}; expected a script, or -m and a module")
+    folder = user_path(program[0])
+    if program[0] != "-m" and folder.is_dir() and not (folder / "__main__.py").exists():
+        raise ConfigError(f"run: {program[0]!r} is a folder without __main__.py; expected a script, or -m and a module")
     from ..config.files import load
     from ..distributed.local_launcher import start_processes
     from .flags import flag_settings

@@ -22,7 +22,7 @@ TENSOR, PIPELINE, SHARD = "parallel.tensor.size", "parallel.pipeline.size", "par
 MEANT = [
     (
         {"precision": "16-mixed"},
-        "fp16=True amp=True half=1 grad_scaler={} precision=True precision.dtype='fp16' precision='half' "
+        "fp16=True amp=True use_amp=True half=1 grad_scaler={} precision=True precision.dtype='fp16' precision='half' "
         "precision='mixed_float16' dtype='fp16' dtype='torch.float16' mixed_precision='fp16' amp_backend='native' "
         "half_precision_backend='auto' amp_level='O1' "
         "fp16_opt_level='O1' fp16.enabled=True amp.enabled=True precision.enabled=True torch_autocast.enabled=True "
@@ -99,6 +99,7 @@ MEANT = [
     ({SHARD: 4}, "use_megatron_fsdp=True data_parallel_sharding_strategy='optim_grads_params' parallel.data='fsdp'"),
     ({SHARD: 4}, "strategy='fsdp' strategy='deepspeed_stage_3' distributed_type='FSDP' distributed_type='DEEPSPEED'"),
     ({SHARD: 4}, "fsdp_sharding_strategy='FULL_SHARD' parallelism_config={'fsdp':{'x':1}} deepspeed_plugin=True"),
+    ({SHARD: 4}, "sharding_strategy='FULL_SHARD' fsdp_version=2"),
     ({SHARD: 4}, "zero=dict(model_config=1) data_parallel_shard_degree=-1 reshard_after_forward=True"),
     ({SHARD: 8}, "fsdp=8 shard=8 parallel.shard=8 dp_shard_size=8 mics_shard_size=8 data_parallel_shard_degree=8"),
     ({SHARD: 4, "parallel.data.replicate": 2}, "hsdp=True strategy='hybrid_shard' fsdp='hybrid_shard'"),
@@ -146,6 +147,7 @@ TEXTS = {
     "scheduler to paramp.initialize": "scheduler={'type':1} lr_scheduler={} lr_scheduler_type='cosine' warmup_steps=1",
     "that of your DataLoader": "train_batch_size=8 train_micro_batch_size_per_gpu=8 per_device_train_batch_size=8 "
     "per_device_eval_batch_size=8 global_batch_size=8 local_batch_size=8 training.local_batch_size=8 batch_size=8",
+    "build the model under with torch.device": "zero3_init_flag=True",
     "no offloading to the CPU": "offload_optimizer={'device':'cpu'} offload_param=True fsdp_offload_params=True "
     "enable_cpu_offload=True activation_checkpointing.cpu_checkpointing=True",
     "save with paramp.Checkpoints": "save_steps=5 save_total_limit=2 save_interval=5 save_folder='x' checkpoint={} "
@@ -194,6 +196,16 @@ def test_each_foreign_key_or_value_gets_a_configuration_that_is_accepted_and_mea
         assert meant.items() <= settings.items(), (case, message)
         changed = {key.split(".")[0] for key, value in settings.items() if DEFAULTS.get(key) != value}
         assert changed <= {key.split(".")[0] for key in meant}, (case, message)
+
+
+def test_errors_in_our_own_tables_are_their_own():
+    for tree, expected in (
+        ({"ema": {"decay": 1.5}}, "ema.decay: got 1.5, expected a number of 0 or more, below 1"),
+        ({"ema": {"decy": 0.9}}, "ema.decy: no such key, expected one of decay (did you mean 'decay'?)"),
+    ):
+        assert message_of(tree) == expected
+    written = written_in(message_of({"fp16": {"initial_scale_power": 2000}}))
+    assert written == {"precision": {"mode": "16-mixed", "init_scale": 65536}}  # 2 ** 2000 is no number of fp64
 
 
 def test_what_has_no_key_here_gets_a_text():

@@ -68,7 +68,9 @@ def test_each_rank_runs_the_script_in_the_layout_of_the_flags(script, module, tm
 
 
 def test_the_exit_code_is_the_scripts_and_the_error_of_the_rank_that_failed_comes_last(script):
-    assert python(*RUN, script, "--tp", "2", "exit").returncode == 7
+    result = python(*RUN, script, "--tp", "2", "exit")
+    assert result.returncode == 7
+    assert re.fullmatch(r"error: rank [01] ended with exit code 7\n", result.stderr), result.stderr
     result = python(*RUN, script, "--tp", "2", "fail")
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1, result.stderr
@@ -93,6 +95,7 @@ def test_an_interrupt_ends_all_ranks(script):
         ("--tp 2", "run: got no script"),
         ("-m", "run: got no script"),
         ("none.py --tp 2", "no file 'none.py'"),
+        ("docs --tp 2", "run: 'docs' is a folder without __main__.py; expected a script"),
         ("README.md --tp 0", r"parallel.tensor.size: got 0, expected an integer of 1 or more"),
         ("README.md --tp", "argument --tp: expected one argument"),
     ],

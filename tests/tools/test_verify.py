@@ -212,6 +212,43 @@ def test_a_forward_that_draws_random_numbers_is_reported():
     assert any("draws random numbers (block0.activation)" in line for line in report.lines())
 
 
+class RunningMean(nn.Linear):
+    """Subtracts a mean of the inputs of all calls so far, and has a batch norm, whose statistics no training reads."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().float().mean(0), 0.5)
+        return super().forward(x - self.mean) + self.norm(x)
+
+
+def running_mean():
+    return nn.Sequential(nn.Linear(32, 32), RunningMean(32))
+
+
+def with_nan():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        model[1].weight[2, 3] = math.nan
+    return model
+
+
+def test_a_buffer_that_the_forward_changes_is_named():
+    report = report_of(here("running_mean"), {"data": 2}, "32-true")
+    assert not report.ok
+    assert report.updated == "1.mean"
+    assert any("the forward changes the buffer 1.mean, which each data rank" in line for line in report.lines())
+
+
+def test_a_weight_that_is_nan_is_named():
+    with pytest.raises(ConfigError, match=r"model: '1.weight' has NaN among its initial values, first at \[2, 3\]"):
+        report_of(here("with_nan"), {"data": 2}, "32-true")
+
+
 def test_a_file_of_the_train_script_gives_the_layout_and_the_mode():
     options = Options(model="a:b", config=str(ROOT / "launch" / "tiny.toml"), settings={"precision": "bf16-mixed"})
     config = configure(options, "sharded")

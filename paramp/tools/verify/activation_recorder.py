@@ -51,6 +51,8 @@ class RankRecord:
     """What differed between replicas after a step, the same on every rank."""
     random_in: str | None = None
     """The first module whose forward changed torch's random state."""
+    updated: str | None = None
+    """The first buffer that a forward changed; running statistics, which no training reads, aside."""
     trained: list[str] = field(default_factory=list)
     """The names of this rank's trained parameters."""
     start: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class ActivationRecorder:
 
     def __init__(self, engine: Engine, record: RankRecord) -> None:
         self.record = record
-        modules = local_modules(engine, record)
+        self._modules = modules = local_modules(engine, record)
         self._device, self._observers = engine.context.device, engine.observers
         self._microbatch: int | None = None
         self._calls: Counter[str] = Counter()
@@ -106,10 +108,13 @@ class ActivationRecorder:
             return
         self._microbatch = microbatch
         self._calls.clear()
+        before = self._versions()
         try:
             yield
         finally:
             self._microbatch = self._random = None
+            changed = (name for name, version in self._versions().items() if version != before.get(name, version))
+            self.record.updated = self.record.updated or next(changed, None)
 
     def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._microbatch is None:
@@ -123,6 +128,15 @@ class ActivationRecorder:
         at = {"step": len(self.record.losses) + 1, "module": name, "microbatch": self._microbatch}
         self.record.activations.append({**at, "call": self._calls[name], "tensors": copies})
         self._calls[name] += 1
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer is, and how often it has been written in place."""
+        found: dict[str, tuple[int, int]] = {}
+        for name, module in self._modules:
+            if getattr(module, "running_mean", None) is None:
+                own = module.named_buffers(prefix=name, recurse=False)
+                found |= {path: (id(buffer), buffer._version) for path, buffer in own}
+        return found
 
     def _keep_random_state(self, *_: Any) -> None:
         self._random = random_states(self._device)

@@ -87,7 +87,7 @@ def compare(
     ``perturbed``: of the single process from perturbed weights. ``tolerance`` replaces :data:`TOLERANCE`.
 
     Raises:
-        ConfigError: the runs had different initial weights or batches.
+        ConfigError: the runs had different initial weights or batches, or a weight is NaN.
     """
     check_same_start(single, sharded)
     tolerance = TOLERANCE if tolerance is None else tolerance
@@ -96,7 +96,7 @@ def compare(
     report.losses = {run: record.losses for run, record in runs.items()}
     report.grad_norms = {run: record.grad_norms for run, record in runs.items()}
     report.skipped = {run: record.skipped for run, record in runs.items()}
-    report.random_in, report.replicas = single.random_in, sharded[0].replicas
+    report.random_in, report.updated, report.replicas = single.random_in, single.updated, sharded[0].replicas
     chunks = config.parallel.pipeline.num_microbatches
     found = [*_differences(single, sharded, chunks)]
     again = [one for record in perturbed for one in _differences(single, [record], 0)]
@@ -129,13 +129,17 @@ def layout_name(parallel: ParallelConfig) -> str:
 
 
 def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
-    """Raise a ConfigError if the runs had different batches or initial weights."""
+    """Raise a ConfigError if the runs had different batches or initial weights, or a weight is NaN."""
     if sharded[0].batches != single.batches:
         pairs = zip(sharded[0].batches, single.batches, strict=True)
         step = next(step for step, (of_sharded, of_single) in enumerate(pairs, 1) if of_sharded != of_single)
         raise ConfigError(
             f"batches: the batch of step {step} differs between the runs; make it depend on the step alone"
         )
+    for name, value in single.start.items():
+        if value.is_floating_point() and value.isnan().any():
+            where = value.isnan().nonzero()[0].tolist()
+            raise ConfigError(f"model: {name!r} has NaN among its initial values, first at {where}; correct the model")
     first = sharded[0].start
     names = [name for name in single.start if name not in first or not torch.equal(single.start[name], first[name])]
     if names:

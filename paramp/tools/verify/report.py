@@ -70,6 +70,8 @@ class Report:
     """What differed between ranks of the layout that have the same weights."""
     random_in: str | None = None
     """The first layer that draws random numbers in its forward."""
+    updated: str | None = None
+    """The first buffer that the forward changed."""
 
     @property
     def first(self) -> tuple[Layer, str] | None:
@@ -125,6 +127,9 @@ class Report:
         if self.random_in is not None:
             fix = "which differ between layouts; disable that in the model"
             yield f"note: the forward draws random numbers ({self.random_in}), {fix}"
+        if self.updated is not None:
+            fix = "which each data rank and microbatch does with its own samples; a difference may be of that"
+            yield f"note: the forward changes the buffer {self.updated}, {fix}"
         yield self._conclusion()
 
     def _mark(self, layer: Layer) -> str:
