@@ -106,6 +106,7 @@ class BatchRunner:
         microbatches = self._numerics.begin_batch(microbatches)  # now that the gradients of a past step are dropped
         with self._window.failing():
             self._run(microbatches, loss, backward=True, overlap=self._window.in_last_call)
+        self._window.end_backward()
 
     # -------------------------------------------------------------------------------------------------- microbatches
 

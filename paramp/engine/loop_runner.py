@@ -62,6 +62,7 @@ class LoopRunner(BatchRunner):
             begin_reductions()
             with window.foreign.ours(), self._stages.resetting():
                 value.backward()
+        window.end_backward()
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:

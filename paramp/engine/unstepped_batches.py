@@ -1,8 +1,13 @@
-"""Warnings, once each, of batches whose gradients no step uses, or adds to those of another batch by mistake."""
+"""Warnings, once each, of gradients that no step uses, that are added up or changed by mistake, or that are others'."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 
 ADDED_UP = (
     "forward_backward: the second batch before a step(), without gradient_accumulation: their gradients add up to a "
@@ -13,6 +18,18 @@ UNUSED = (
     "{} batches have run, and step() was never called: nothing is trained. Call engine.step() after each "
     "forward_backward or backward"
 )
+CHANGED = (
+    "step(): all gradients were changed since the backward, and they carry the loss scale ({}): clipping or adding a "
+    "number there makes the step wrong, or too small to see. Set clip_grad_norm in the configuration; in other changes "
+    "of engine.before_step or of yours, count with engine.scaler.get_scale()"
+)
+BY_HAND = (
+    "step(): its gradients are from no backward of the engine, such as loss.backward() of a loss of model(x): a step "
+    "divides gradients by the loss scale ({}), and adds those of data ranks up. Call engine.forward_backward(x, y), or "
+    "engine.backward(engine.criterion(engine(x), y))"
+)
+INSIDE = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+"""Where the code is that the user's line calls."""
 MANY = 100
 """Batches before the first call of ``step()`` that are a mistake, also of a loop that adds up gradients by hand."""
 MANY_DROPPED = 5
@@ -32,17 +49,32 @@ class UnsteppedBatches:
         self.dropped = 0
         self.stepped = False
         self._count = 0
-        self._texts = {ADDED_UP, UNUSED} if is_main else set()  # that may still be shown
+        self._texts = {ADDED_UP, UNUSED, CHANGED, BY_HAND} if is_main else set()  # that may still be shown
 
     def begin_batch(self, adds_up: bool) -> None:
         """Warn if there is a reason; ``adds_up``: the gradients of the next batch are added to another one's."""
         if adds_up:
             self._warn(ADDED_UP)
         if not self.stepped and (self._count >= MANY or self.dropped >= MANY_DROPPED):
-            self._warn(UNUSED)
+            self._warn(UNUSED, self._count)
         self._count += 1
 
-    def _warn(self, text: str) -> None:
+    def check_step(self, are_others: bool, scale: torch.Tensor, are_changed: Callable[[], bool]) -> None:
+        """Warn of the gradients of a step with a loss scale, ``scale``: not the engine's, or all of them changed."""
+        if are_others and BY_HAND in self._texts:
+            self._warn(BY_HAND, float(scale))
+        elif not are_others and CHANGED in self._texts and are_changed():
+            self._warn(CHANGED, float(scale))
+
+    def _warn(self, text: str, *values: object) -> None:
         if text in self._texts:
             self._texts.remove(text)
-            warnings.warn(text.format(self._count), stacklevel=7)  # the line that calls the engine
+            warnings.warn(text.format(*values), stacklevel=_depth_of_user())
+
+
+def _depth_of_user() -> int:
+    """The ``stacklevel`` in the caller's function of the line that calls the engine."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from ..base.collectives import all_reduce_
+from ..base.dtensor import is_dtensor
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
@@ -216,6 +217,8 @@ class AccumulationWindow:
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
         self._unstepped = UnsteppedBatches(context.is_main)
+        self._scales = context.config.precision.scaling is not None
+        self._after_backward: list[int] = []
 
     def _go(self, state: State) -> None:
         """Enter ``state``; a RuntimeError if the present one refuses that."""
@@ -235,6 +238,24 @@ class AccumulationWindow:
         self._go(State.OPEN)
         self.batches.add(batch)
         self._gradients.begin_window()
+
+    def end_backward(self) -> None:
+        """A backward has ended: what changes gradients from here on until the step is not the engine."""
+        if self._scales:
+            self._after_backward = self._gradients.versions()
+
+    def _are_all_changed(self) -> bool:
+        """Whether each gradient of the window was changed since the last backward.
+
+        Of DTensors, in whose changes by ``torch._foreach_mul_`` no counter moves, it is not known.
+        """
+        zeros, some = self._gradients.zeros, False
+        for param, then in zip(self._gradients.params, self._after_backward, strict=True):
+            if then != zeros[param] and param.version != then:
+                some = True
+            elif then != zeros[param] and not is_dtensor(param.parameter):
+                return False
+        return some
 
     @property
     def in_last_call(self) -> bool:
@@ -270,6 +291,8 @@ class AccumulationWindow:
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
+        if self._scales and self.state is not State.AVERAGED:
+            self._unstepped.check_step(self.state is not State.OPEN, scale, self._are_all_changed)
         self._go(state)
         self._num_calls += 1
         self._unstepped.stepped = True

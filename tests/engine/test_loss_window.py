@@ -1,8 +1,8 @@
 """Windows that fail, windows without counts or a backward, flush, and what a criterion takes."""
 
-import contextlib
 import copy
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_batches_without_any_step_are_a_warning_once():
                 with (
                     pytest.warns(UserWarning, match="5 batches have run, and step.. was never called")
                     if (index == 5 and not stepped)
-                    else contextlib.nullcontext()
+                    else nullcontext()
                 ):
                     engine.forward_backward(X[0], Y[0])
                 if index == 0 and stepped:
@@ -145,6 +145,37 @@ def test_batches_without_any_step_are_a_warning_once():
             engine.backward(engine.criterion(engine(X[0]), Y[0]))
         with pytest.warns(UserWarning, match="100 batches have run"):
             engine.backward(engine.criterion(engine(X[0]), Y[0]))
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"data": 2, "zero": 1}], ids=str)
+@on_ranks(2)
+def test_scaled_gradients_that_the_user_clips_or_makes_are_a_warning_once(world, parallel):
+    """Of a norm of 1 a loss scale of 65536 leaves 1.5e-5: such a loop trains nothing."""
+    clips = {"clip": torch.nn.utils.clip_grad_norm_, "ours": paramp.clip_grad_norm_}
+    for mode, how in (("16-mixed", "clip"), ("16-mixed", "ours"), ("16-mixed", "first"), ("bf16-mixed", "clip")):
+        with paramp.launch_from_torch({"precision": mode, "parallel": parallel}) as context:
+            engine = engine_of(two_layers(), F.mse_loss, decaying)
+            for index in range(3):
+                warns = how in clips and mode == "16-mixed" and index == 1 and context.is_main
+                engine.forward_backward(X[0], Y[0])
+                if index and how in clips:
+                    clips[how](engine.module.parameters(), 1.0)
+                elif index:
+                    next(engine.module.parameters()).grad.mul_(0.5)
+                with pytest.warns(UserWarning, match="all gradients were changed") if warns else nullcontext() as seen:
+                    engine.step()
+                assert not warns or {warning.filename for warning in seen} == {__file__}, [*map(str, seen)]
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "32-true"])
+def test_gradients_of_a_backward_without_the_engine_are_a_warning_once_if_there_is_a_scale(mode):
+    with paramp.launch_from_torch({"precision": mode}):
+        engine = engine_of(two_layers(), F.mse_loss, decaying)
+        for index in range(3):
+            F.mse_loss(engine.module(X[0]), Y[0]).backward()
+            warns = mode == "16-mixed" and index == 0
+            with pytest.warns(UserWarning, match="from no backward of the engine") if warns else nullcontext():
+                engine.step()
 
 
 def test_a_criterion_takes_what_the_users_takes():
