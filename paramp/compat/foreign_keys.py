@@ -55,7 +55,6 @@ BUCKETS = f"{OUT}: gradients are reduced from flat buffers, which have no bucket
 SAVING = "save with paramp.Checkpoints(folder, every=100)"
 LAUNCHER = "the launcher decides it, such as torchrun --nnodes 2 --nproc-per-node 4"
 NO_CONTEXT = "there is no context parallelism; sequence_parallel shards the sequence over tensor ranks in norms"
-NO_EXPERTS = "there is no expert parallelism"
 FP16, BF16, FP8, FP32 = _mode("16-mixed"), _mode("bf16-mixed"), _mode("fp8-mixed"), _mode("32-true")
 SHARD_4 = _parallel(data={"shard": 4})
 SHARD = _parallel(data={"shard": Given(4)})
@@ -65,6 +64,7 @@ REPLICATE = _parallel(data={"replicate": Given(2), "shard": 2})
 _KEPT = _parallel(data={"shard": 4, "reshard_after_forward": False})
 RESHARD = ByValue({False: _KEPT, "never": _KEPT, ...: SHARD_4})
 ZERO_1 = _parallel(zero=1)
+EXPERTS = ByValue({1: OFF, ...: _parallel(expert=Given(2))})
 TENSOR, PIPELINE = _parallel(tensor=Given(2)), _parallel(pipeline=Given(2))
 REPLICAS = _parallel(data=Given(2)), "or leave it out: the ranks that are left replicate the model"
 MICROBATCHES = _parallel(pipeline={"size": 2, "microbatches": Given(4)})
@@ -191,7 +191,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "zero2": SHARDED,
         "zero3": SHARDED,
         "cp": NO_CONTEXT,
-        "ep": NO_EXPERTS,
+        "ep": EXPERTS,
         "bf16": BF16,
         "fp8": FP8,
         "fp32": FP32,
@@ -300,7 +300,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "num_layers_per_virtual_pipeline_stage": INTERLEAVED,
         "num_virtual_stages_per_pipeline_rank": INTERLEAVED,
         "context_parallel_size": NO_CONTEXT,
-        "expert_model_parallel_size": NO_EXPERTS,
+        "expert_model_parallel_size": EXPERTS,
         "use_distributed_optimizer": ZERO_1,
         "use_torch_fsdp2": SHARD_4,
         "use_megatron_fsdp": SHARD_4,
@@ -337,7 +337,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "data_parallel_shard_degree": ByValue({1: OFF, -1: SHARD_4, ...: SHARD}),
         "data_parallel_replicate_degree": ByValue({1: OFF, ...: REPLICATE}),
         "context_parallel_degree": NO_CONTEXT,
-        "expert_parallel_degree": NO_EXPERTS,
+        "expert_parallel_degree": EXPERTS,
         "fsdp_reshard_after_forward": RESHARD,
         "mixed_precision_param": ANY_DTYPE,
         "mixed_precision_reduce": {"reduce_dtype": Given("float32")},

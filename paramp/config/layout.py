@@ -142,11 +142,17 @@ class ParallelConfig:
     """ZeRO stage: 0 replicates masters and optimizer state over the data axis, 1 shards them."""
     sequence_parallel: bool = False
     """Shard the sequence over the tensor axis in the norms and dropout between tensor-parallel layers."""
+    expert: int = 1
+    """The number of data ranks that share the experts of each mixture of experts. It adds no ranks: the others of their
+    parameters are replicated over them, as over all data ranks."""
 
     def __post_init__(self) -> None:
         positive = not isinstance(self.data, int) or self.data >= 1
         require(positive, "data", self.data, "'auto' or an integer of 1 or more")
         require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
+        require(self.expert >= 1, "expert", self.expert, "an integer of 1 or more")
+        unsharded = f"1, because data.shard is {self.shard}, and experts are not sharded over two axes yet"
+        require(self.expert == 1 or self.shard == 1, "expert", self.expert, unsharded)
         if self.shard > 1:
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
             require(self.zero == 0, "zero", self.zero, done)
@@ -168,6 +174,11 @@ class ParallelConfig:
         """The number of ranks that shard the parameters of one replica."""
         return self.data_axes.shard
 
+    @property
+    def data_ranks_wait(self) -> bool:
+        """Whether data ranks wait for each other in forwards: for parameters, or for tokens that go to experts."""
+        return self.shard > 1 or self.expert > 1
+
     def data_size(self, world_size: int) -> int:
         """The data ranks in a world of ``world_size`` ranks; a ConfigError if the sizes do not fit it."""
         model = self.tensor.size * self.pipeline.size * self.shard
@@ -178,17 +189,23 @@ class ParallelConfig:
         start = f"start a multiple of {model} processes, or change the sizes"
         if replicate == "auto" and world_size % model:
             raise ConfigError(f"parallel: {sizes} = {model} does not divide the world of {world_size} ranks; {start}")
-        if replicate == "auto":
-            return world_size // model * self.shard
+        replicate = world_size // model if replicate == "auto" else replicate
         if replicate * model != world_size:
             raise ConfigError(
                 f"parallel: {sizes} x {key.removeprefix('data.')} {replicate} = {replicate * model}, but the world has "
                 f"{world_size} ranks; start {replicate * model} processes, or set parallel.{key} to 'auto'"
             )
-        return replicate * self.shard
+        size = replicate * self.shard
+        if size % self.expert:
+            raise ConfigError(
+                f"parallel.expert: got {self.expert}, expected a divisor of {size}, the number of data ranks; "
+                f"start a multiple of {model * self.expert} processes, or change it"
+            )
+        return size
 
     @property
     def least_world_size(self) -> int:
         """The smallest world that the layout fits."""
         replicate = self.data_axes.replicate
-        return self.tensor.size * self.pipeline.size * self.shard * (1 if replicate == "auto" else replicate)
+        replicate = self.expert if replicate == "auto" else replicate
+        return self.tensor.size * self.pipeline.size * self.shard * replicate

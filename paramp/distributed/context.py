@@ -40,7 +40,7 @@ from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
 from .rng import TENSOR_PLACES, RandomStream, derive_seed
 
-BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard")
+BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard", "expert")
 """The roles along which ranks have different parts of the batch."""
 
 
@@ -66,7 +66,9 @@ class ParallelContext:
         num_engines: how many engines ``initialize`` has made in it.
         device: the device of this rank.
         pp, dp, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is ``dp_replicate`` and
-            ``dp_shard`` flattened. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by role.
+            ``dp_shard`` flattened, and ``ep`` with them. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by
+            role.
+        experts_axis: the :class:`Axis` of the ranks of ``dp`` that have the same experts.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         departures: which rank has left the context first.
@@ -99,6 +101,7 @@ class ParallelContext:
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
         self.dp = self.batch_axis = self._axis(*BATCH_ROLES)
+        self.experts_axis = self._axis("replicate", "shard") if self.axes_of("expert") else self.batch_axis
         self.tp = self.tensor_axis = self._axis("tensor")
         self.model_group = self._own_group("model", self._family("stage", "tensor"))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
@@ -326,8 +329,10 @@ class ParallelContext:
 def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
     parallel = config.parallel
-    size, shard = parallel.data_size(world_size), parallel.shard
+    size, shard, expert = parallel.data_size(world_size), parallel.shard, parallel.expert
     data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
+    if expert > 1:
+        data = {"dp": size // expert, "ep": expert}
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 

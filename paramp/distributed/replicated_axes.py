@@ -9,7 +9,7 @@ import torch
 from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor, local
 from ..scaling.replica_counts import axes_of_own_parameters
-from .context import ParallelContext
+from .context import Axis, ParallelContext
 
 
 def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]:
@@ -33,6 +33,15 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     differs = places != torch.tensor(context.mesh.get_coordinate()).view(-1, 1)
     in_group = differs.sum(dim=0) == differs
     return [name for axis, name in axes if shards[in_group[axis]].unique().numel() < 2]
+
+
+def batch_axis_of(tensor: torch.Tensor, context: ParallelContext) -> Axis:
+    """The ranks with the same shard of ``tensor``, or all of it, and other samples: its gradient is summed over them.
+
+    FSDP2, which shards parameters over these ranks too, sums the gradients itself.
+    """
+    same = replicated_axes(tensor, context) if context.axes_of("expert") else ()
+    return context.batch_axis if {*context.axes_of("expert")} <= {*same} else context.experts_axis
 
 
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:

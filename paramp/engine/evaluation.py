@@ -98,7 +98,7 @@ def run_loader(
             for last, samples, microbatches in parts:
                 counted.expect(samples, microbatches)
                 run(last, None, totals=counted)
-            for _ in range(most - len(parts) if context.config.parallel.shard > 1 else 0):
+            for _ in range(most - len(parts) if context.config.parallel.data_ranks_wait else 0):
                 counted.expect(0, 0)
                 run(last, None, totals=counted)
 
@@ -126,10 +126,10 @@ def _agree(
             )
     if index == 0 and not any(have):
         raise ConfigError("loader: yielded no batch, expected at least one; an iterator can be used up only once")
-    if index == 0 and not all(have) and context.config.parallel.shard > 1:
+    if index == 0 and not all(have) and context.config.parallel.data_ranks_wait:
         raise ConfigError(
             f"loader: yielded no batch on data rank {have.index(0)}, expected at least one on each, because "
-            "parallel.data.shard has parameters gathered by all data ranks together"
+            "parallel.data.shard and parallel.expert have data ranks wait for each other in the model"
         )
     return int(max(num_runs)) // num_ranks
 

@@ -72,6 +72,10 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
         apply_plan(module, plan.styles, context.mesh[context.axes_of("tensor")])
     else:
         numerics.apply_styles(module, plan.styles)
+    if plan.experts:
+        from ..parallel.tensor.sharding_plan import apply_plan
+
+        apply_plan(module, plan.experts, context.mesh[context.axes_of("expert")])
     joined.take_over(module)
     units = None
     if config.parallel.shard > 1:

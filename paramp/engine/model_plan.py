@@ -34,6 +34,8 @@ class ModelPlan:
     """All names of each parameter."""
     styles: Mapping[str, ParallelStyle]
     """The tensor-parallel style of each module that has one."""
+    experts: Mapping[str, ParallelStyle]
+    """The style of each module of experts, if the expert axis has several ranks; it has none in :attr:`styles`."""
     stages: Sequence[nn.Module]
     """The modules of each pipeline stage, of every rank."""
     ties: Sequence[SharedParameter]
@@ -69,6 +71,8 @@ def plan_model(
     check_optimizers(optimizers, names_of)
     adapter = adapter_for(model)
     styles = numerics.plan(adapter, plan, context)
+    experts = adapter.experts(plan, config.parallel.expert)
+    styles = {name: style for name, style in styles.items() if name not in experts}
     float8 = None
     if config.precision.float8 is not None:
         dims: dict[str, int] = {}
@@ -85,6 +89,7 @@ def plan_model(
     return ModelPlan(
         names_of=names_of,
         styles=styles,
+        experts=experts,
         stages=stages,
         ties=ties,
         blocks=blocks,

@@ -45,7 +45,7 @@ class SharedFailure:
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._key = f"paramp/failed_batch/{context.serial}/{context.num_engines}"
-        sharded = context.config.parallel.shard > 1
+        sharded = context.config.parallel.data_ranks_wait
         axes = context.axes_of("tensor", *(BATCH_ROLES if sharded else ()))
         self._axes = "data and tensor axes" if sharded else "tensor axis"
         groups = context.ranks_along(axes).tolist()

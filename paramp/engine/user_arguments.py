@@ -39,7 +39,8 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
         raise ConfigError(f"context: got {context!r}, expected the latest one that is open, {current!r}")
     mesh = current.mesh
     for index, (name, role) in enumerate(current.roles.items()):
-        if mesh.size(index) > 1 and role in ("context", "expert"):
+        trains = role != "context" and (role != "expert" or mesh.size(index) == current.config.parallel.expert)
+        if mesh.size(index) > 1 and not trains:
             raise ConfigError(
                 f"mesh: got the axis {name!r} of {mesh.size(index)} ranks, over which the engine does not train, "
                 "expected pp, dp, dp_shard and tp only; in your own loop, paramp.DistributedGradScaler and "

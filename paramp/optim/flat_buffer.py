@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
 from ..scaling.local_norm import NORM_BLOCK
 from .masters import MASTERS, StochasticWeights
+
+if TYPE_CHECKING:
+    from ..distributed.context import Axis
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
@@ -38,7 +41,7 @@ class Units(Protocol):
     def take_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class FlatParam:
     """One trained parameter, and its position in a buffer."""
 
@@ -50,6 +53,8 @@ class FlatParam:
     """The index of its param group in that optimizer."""
     norm_weight: float
     """The weight of one element in a sum over the world: 1 / the number of ranks that count it."""
+    data_axis: Axis
+    """The data ranks that hold the parameter: its gradient is summed over them, and ZeRO partitions it over them."""
     reserved: int = 0
     """The elements that it takes in its buffer at least: FSDP2 pads shards to one size; the padding is zero."""
     buffer: Buffer = field(init=False, repr=False)
@@ -102,9 +107,10 @@ class FlatParam:
 
 
 class Buffer:
-    """Trained parameters of one dtype, one after the other, each beginning on a multiple of 64 elements.
+    """Trained parameters of one dtype and data axis, one after the other, each on a multiple of 64 elements.
 
     Attributes:
+        data_axis: that of the parameters.
         weights: 1-dim, in the parameters' dtype.
         gradients: 1-dim, as long as ``weights``; empty before :meth:`make_gradients`.
         masters: the storage of the masters that this rank steps.
@@ -114,10 +120,11 @@ class Buffer:
             ``own_start + own_size``.
     """
 
-    def __init__(self, params: Sequence[FlatParam], precision: Precision, num_parts: int, part: int) -> None:
-        first = local(params[0].parameter)
+    def __init__(self, params: Sequence[FlatParam], precision: Precision, *, is_partitioned: bool) -> None:
+        first, self.data_axis = local(params[0].parameter), params[0].data_axis
         self.params = list(params)
-        self.num_parts = num_parts
+        self.num_parts = num_parts = self.data_axis.size if is_partitioned else 1
+        part = self.data_axis.rank if is_partitioned else 0
         stop = 0
         for param in params:
             param.buffer, param.start = self, stop

@@ -29,8 +29,9 @@ from torch import nn
 from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import trained_and_frozen
-from ..distributed.context import ParallelContext
+from ..distributed.context import Axis, ParallelContext
 from ..distributed.numerics_protocol import Numerics
+from ..distributed.replicated_axes import batch_axis_of
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
@@ -86,19 +87,25 @@ class FlatWeights:
         for tie in reduction.ties:
             tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
         trained, self.frozen = trained_and_frozen(module)
-        num_parts = context.batch_axis.size if context.config.parallel.zero > 0 else 1
-        self.is_partitioned = num_parts > 1
+        self.is_partitioned = context.config.parallel.zero > 0 and context.batch_axis.size > 1
         sizes = {} if units is None else units.padded_sizes()
-        self.params = [
-            FlatParam(
-                name, one, *group_of.get(name, NO_GROUPS), norm_weight(one, context) * num_parts, sizes.get(one, 0)
+        self.params = []
+        for name, one in trained:
+            axis = batch_axis_of(one, context)
+            optimizer, group = group_of.get(name, NO_GROUPS)
+            param = FlatParam(
+                name=name,
+                parameter=one,
+                optimizer=optimizer,
+                group=group,
+                norm_weight=norm_weight(one, context) * (axis.size if self.is_partitioned else 1),
+                data_axis=axis,
+                reserved=sizes.get(one, 0),
             )
-            for name, one in trained
-        ]
-        part = context.batch_axis.rank if self.is_partitioned else 0
+            self.params.append(param)
         self.buffers: list[Buffer] = []
         for params in _bucketed(self.params):
-            buffer = Buffer(params, stored, num_parts, part)
+            buffer = Buffer(params, stored, is_partitioned=self.is_partitioned)
             self.buffers.append(buffer)
             # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
             for param in params:
@@ -196,7 +203,7 @@ class FlatWeights:
             return own
         whole = torch.empty_like(buffer.weights, dtype=own.dtype)
         buffer.own(whole).copy_(own)
-        all_gather_single(whole, buffer.own(whole), group=self._context.batch_axis.group)
+        all_gather_single(whole, buffer.own(whole), group=buffer.data_axis.group)
         return whole
 
 
@@ -264,16 +271,16 @@ class OptimizerWeights:
         """Under ZeRO, all-gather the stepped weights over data ranks: one all-gather for each buffer."""
         for buffer in self.buffers:
             if buffer.num_parts > 1:
-                all_gather_single(buffer.weights, buffer.own(buffer.weights), group=self._context.batch_axis.group)
+                all_gather_single(buffer.weights, buffer.own(buffer.weights), group=buffer.data_axis.group)
 
 
 def _bucketed(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     """The parameters of each buffer, in buffer order."""
-    alike: dict[tuple[int, torch.dtype], list[FlatParam]] = defaultdict(list)
+    alike: dict[tuple[int, torch.dtype, Axis], list[FlatParam]] = defaultdict(list)
     # Parameters with a small norm weight, such as those of norms, come last: they need a separate collective.
     last_first = params[::-1]
     for param in sorted(last_first, key=lambda param: (param.group == NO_GROUP, param.group, -param.norm_weight)):
-        alike[param.optimizer, param.parameter.dtype].append(param)
+        alike[param.optimizer, param.parameter.dtype, param.data_axis].append(param)
     for of_one_kind in alike.values():
         yield from in_buckets(of_one_kind)
 

@@ -47,9 +47,9 @@ def gradient_reduction(
     return reduction
 
 
-def _sum_over_data_ranks(gradients: Iterable[torch.Tensor], context: ParallelContext) -> None:
-    for gradient in gradients:
-        sum_([gradient], context.batch_axis.group, context.config.precision.reduce_dtypes.dp)
+def _sum_over_data_ranks(gradients: Iterable[tuple[Buffer, torch.Tensor]], context: ParallelContext) -> None:
+    for buffer, gradient in gradients:
+        sum_([gradient], buffer.data_axis.group, context.config.precision.reduce_dtypes.dp)
 
 
 class AllReduce(GradientReduction):
@@ -58,7 +58,7 @@ class AllReduce(GradientReduction):
     @torch.no_grad()
     def reduce(self) -> None:
         """As in the base class."""
-        _sum_over_data_ranks([buffer.gradients for buffer in self._gradients.buffers], self._context)
+        _sum_over_data_ranks([(buffer, buffer.gradients) for buffer in self._gradients.buffers], self._context)
         self._sum_ties()
 
 
@@ -132,10 +132,10 @@ class ReduceScatter(GradientReduction):
         self._start(buffers)
 
     def _start(self, buffers: Iterable[Buffer]) -> None:
-        group, dtype = self._context.batch_axis.group, self._context.config.precision.reduce_dtypes.dp
+        dtype = self._context.config.precision.reduce_dtypes.dp
         for buffer in buffers:
             own = buffer.own(buffer.gradients)
-            self._running.append(start_reduce_scatter(buffer.gradients, own, group, dtype))
+            self._running.append(start_reduce_scatter(buffer.gradients, own, buffer.data_axis.group, dtype))
 
     def _finish(self) -> None:
         while self._running:
@@ -149,11 +149,12 @@ class ReduceScatter(GradientReduction):
     @torch.no_grad()
     def reduce(self) -> None:
         """As in the base class; a reduce-scatter for each buffer that the last backward has not reduced."""
-        tied = [param.local_gradient for param in self._params if param.parameter in self._gradients.tied]
-        _sum_over_data_ranks(tied, self._context)
+        tied = [param for param in self._params if param.parameter in self._gradients.tied]
+        _sum_over_data_ranks([(param.buffer, param.local_gradient) for param in tied], self._context)
         self._sum_ties()
-        if tied and self._context.batch_axis.rank > 0:
-            torch._foreach_zero_(tied)  # already summed: only one data rank contributes them to the next sum
+        others = [param.local_gradient for param in tied if param.data_axis.rank > 0]
+        if others:
+            torch._foreach_zero_(others)  # already summed: only one data rank contributes them to the next sum
         self._start(buffer for buffer in self._buffers if buffer.params[0] not in self._reduced)
         self._finish()
         self._reduced = {}

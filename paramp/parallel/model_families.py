@@ -58,8 +58,39 @@ class ModelAdapter:
             check_divisible(self.model, styles, tensor_size)
         return styles
 
+    def experts(self, plan: UserPlan | None, size: int) -> dict[str, ParallelStyle]:
+        """The style of each module of experts over the ``size`` ranks of the expert axis, from the plan or the model.
+
+        Raises:
+            ConfigError: the plan does not fit the model, or there are several ranks and no experts.
+        """
+        if size == 1:
+            return {}
+        from .experts import ExpertParallel
+        from .tensor.sharding_plan import resolve_plan
+
+        given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}
+        names = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
+        styles = resolve_plan(given or dict.fromkeys(self.expert_modules(), "experts"), names)
+        if not styles:
+            raise ConfigError(
+                f"parallel.expert: got {size}, but the plan of {type(self.model).__name__} names no experts; "
+                'pass plan={"layers.*.experts": "experts"} to initialize, with the model\'s names'
+            )
+        for name, style in styles.items():
+            assert isinstance(style, ExpertParallel)
+            style.check(name, self.model.get_submodule(name), size)
+        return styles
+
+    def expert_modules(self) -> Sequence[str]:
+        """The names of the modules of experts, as globs: what the model's ``expert_modules()`` returns."""
+        own: Callable[[], Sequence[str]] | None = getattr(self.model, "expert_modules", None)
+        return () if own is None else own()
+
     def resolved(self, plan: UserPlan) -> dict[str, ParallelStyle]:
-        """The style of each module that ``plan`` matches; ConfigError for one that it does not fit."""
+        """The style of each module that ``plan`` matches, but for experts; ConfigError for one that it does not fit."""
+        if isinstance(plan, Mapping):
+            plan = {pattern: style for pattern, style in plan.items() if not is_of_experts(style)}
         if not plan:
             return {}
         from .huggingface.lora import extend_to_adapters
@@ -134,6 +165,11 @@ class ModelAdapter:
         )
 
 
+def is_of_experts(style: str | ParallelStyle) -> bool:
+    """Whether a style shards experts over the expert axis, and not a module over the tensor axis."""
+    return style == "experts" or type(style).__name__ == "ExpertParallel"
+
+
 class SequentialAdapter(ModelAdapter):
     """An ``nn.Sequential``, which may contain others."""
 
@@ -158,6 +194,11 @@ class HuggingFaceAdapter(ModelAdapter):
         from .huggingface.pretrained_plan import pretrained_plan
 
         return pretrained_plan(without_adapters(self.model), tensor_size, sequence_parallel)
+
+    def expert_modules(self) -> Sequence[str]:
+        from .huggingface.pretrained_plan import expert_modules
+
+        return expert_modules(self.model)
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .huggingface.decoder_partition import PretrainedPartition
@@ -225,6 +266,9 @@ class PeftAdapter(ModelAdapter):
     def plan(self, tensor_size: int, sequence_parallel: bool) -> Plan:
         plan = self._inside.plan(tensor_size, sequence_parallel)
         return {self.full_name(name): style for name, style in plan.items()}
+
+    def expert_modules(self) -> Sequence[str]:
+        return [self.full_name(name) for name in self._inside.expert_modules()]
 
     def split(self, num_stages: int) -> Sequence[str] | None:
         split = self._inside.split(num_stages)

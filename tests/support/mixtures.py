@@ -31,12 +31,16 @@ FAMILIES = dict(zip(FOLDERS, BY_CLASS, strict=True))
 BACKENDS = ("eager", "batched_mm", "grouped_mm")
 
 
-def build(family: str, backend: str = "eager") -> Any:
+def build(family: str, backend: str = "eager", num_experts: int = NUM_EXPERTS) -> Any:
     """The model of ``family``, in fp32, the same on every call."""
     name = FAMILIES[family]
+    sizes = {
+        key: num_experts if "experts" in key and value == NUM_EXPERTS else value
+        for key, value in BY_CLASS[name].items()
+    }
     kind = getattr(importlib.import_module(f"transformers.models.{FOLDERS[family]}"), name)
     torch.manual_seed(5)
-    model = kind(kind.config_class(**SIZES, **BY_CLASS[name]))
+    model = kind(kind.config_class(**SIZES, **sizes))
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -51,6 +51,17 @@ def pretrained_plan(model: nn.Module, size: int, sequence_parallel: bool) -> Pla
     return plan
 
 
+def expert_modules(model: nn.Module) -> list[str]:
+    """The modules of ``model`` that its ``base_model_ep_plan``, or that of a model in it, dispatches tokens to."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        entries = getattr(getattr(module, "config", None), "base_model_ep_plan", None) or {}
+        if getattr(module, "base_model", None) is module:
+            prefix = name and f"{name}."
+            found += [prefix + pattern for pattern, style in entries.items() if style == "ep_dispatch_experts"]
+    return found
+
+
 def _translated(model: nn.Module, entries: Mapping[str, Any], size: int) -> Plan:
     modules = {name: module for name, module in model.named_modules() if name}
     parameters = [name for name, _ in model.named_parameters()]

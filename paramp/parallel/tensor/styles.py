@@ -20,6 +20,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, run_within, with_parameters
 from ...base.torch_internals import take
 from ...distributed.rng import replicated_random, sharded_random
+from ..experts import ExpertParallel
 from .differentiable_collectives import enter, gather, local_shard, own_slice, sum_over_ranks
 from .linear import (
     SEQUENCE,
@@ -197,6 +198,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "sequence_vocab_logits": lambda: Colwise(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False),
     "sharded_random": ShardedRandom,
     "replicated_random": ReplicatedRandom,
+    # Stacked experts, each rank of the expert axis with a part of them.
+    "experts": ExpertParallel,
     # A rowwise Linear whose input is replicated.
     "rowwise_scatter": lambda: Rowwise(input_layouts=Replicate()),
     # A replicated module that each rank applies to its slice of an activation.

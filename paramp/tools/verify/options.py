@@ -84,7 +84,7 @@ def configure(options: Options, run: str) -> Config:
         precision = dataclasses.replace(precision, scaling=dataclasses.replace(scaling, init_scale=first))
     parallel = config.parallel
     if parallel.data_axes.replicate == "auto":
-        data = 1 if parallel.shard == 1 else dataclasses.replace(parallel.data_axes, replicate=1)
+        data = parallel.expert if parallel.shard == 1 else dataclasses.replace(parallel.data_axes, replicate=1)
         parallel = dataclasses.replace(parallel, data=data)
     if run == "single":
         chunks = parallel.data_size(parallel.least_world_size) * parallel.pipeline.num_microbatches

@@ -1,0 +1,148 @@
+"""Experts over data ranks: each rank of the expert axis has some of them, and computes the tokens of all for these.
+
+A mixture of experts sends each token to the experts that its router chose. With ``parallel.expert`` > 1 the stacked
+weights of the experts, (experts, ...), are DTensors that are sharded over their dim 0, and a forward exchanges rows::
+
+    tokens ─► a row for each (token, expert), sorted by expert ─► to the rank of the expert ─► the module's own forward
+           ◄─ summed over the experts of a token, weighted    ◄─ back                       ◄─ with this rank's experts
+
+Rows and their gradients travel by ``all_to_all_single`` with uneven splits. The numbers of rows are exchanged first and
+read by the host, once for each forward of a layer. Nothing is dropped: in the worst case a rank gets all rows of its
+group. Source: GShard (Lepikhin et al. 2020), without its capacity; transformers' ``ep_dispatch_experts`` for the
+interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import replace_forward
+from .tensor.differentiable_collectives import local_shard
+from .tensor.linear import distribute, with_parameters
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The forward of experts: of rows (rows, features), the index of each row's expert and its weight, (rows, choices)."""
+
+
+class ExpertParallel(ParallelStyle):
+    """A module of stacked experts, each rank with an equal part of them.
+
+    Its parameters are (experts, ...), its attribute ``num_experts`` is their number, and its forward is that of
+    transformers: ``(hidden_states, top_k_index, top_k_weights)``, of (tokens, features) and (tokens, choices), to
+    (tokens, features). An index of ``num_experts`` or more is no expert.
+    """
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        """Raise a ConfigError if ``module`` is no such module, or its experts do not divide over ``size`` ranks."""
+        count = getattr(module, "num_experts", None)
+        shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
+        if not isinstance(count, int) or not shapes or any(shape[:1] != (count,) for shape in shapes.values()):
+            raise ConfigError(
+                f"plan: {name!r} is a {type(module).__name__} with num_experts {count} and the parameters {shapes}, "
+                "expected parameters (num_experts, ...) for the style 'experts'"
+            )
+        if count % size:
+            raise ConfigError(f"plan: {name!r} has {count} experts, expected a multiple of parallel.expert {size}")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in [*module._parameters]:
+            distribute(module, name, device_mesh, Shard(0))
+        vars(module)["num_experts"] = cast(int, module.num_experts) // device_mesh.size()
+        group = device_mesh.get_group()
+
+        def forward(
+            module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
+            with with_parameters(module, shards):
+                return dispatched(
+                    lambda *rows: type(module).forward(module, *rows),
+                    shards,
+                    (hidden_states, top_k_index, top_k_weights),
+                    module.num_experts,
+                    group,
+                )
+
+        return replace_forward(module, forward)
+
+
+def dispatched(
+    run: Run,
+    shards: Mapping[str, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    num_local: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """The output of all experts of ``group`` for this rank's tokens; every rank calls it.
+
+    Args:
+        run: the forward of this rank's ``num_local`` experts.
+        shards: their weights, which get a gradient of zeros if no rank has a token for them.
+        inputs: tokens (tokens, features), and the index and weight of their experts, (tokens, choices).
+    """
+    tokens, index, weights = inputs
+    size = group.size()
+    chosen = index.reshape(-1)
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=num_local * size)[: num_local * size].view(size, num_local)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sent, taken = torch.stack([counts.sum(1), received.sum(1)]).tolist()  # the host reads them
+    order = order[: sum(sent)]  # what has no expert comes last
+    token = order.div(index.shape[1], rounding_mode="floor")
+    rows = _exchange(tokens[token], taken, sent, group)
+    experts = torch.arange(num_local, device=index.device).repeat(size).repeat_interleave(received.flatten())
+    if len(rows):
+        rows = run(rows, experts.view(-1, 1).to(index.dtype), weights.new_ones(len(rows), 1))
+    else:  # the ranks that have rows wait for this one in the backward
+        rows = cast(torch.Tensor, _NoRows.apply(rows, *shards.values()))
+    rows = _exchange(rows, sent, taken, group)
+    weighted = rows * weights.reshape(-1)[order].unsqueeze(1)
+    return torch.zeros_like(tokens).index_add_(0, token, weighted.to(tokens.dtype))
+
+
+def _exchange(rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """``sent[i]`` rows to each rank i, and ``taken[i]`` from it, in the order of the ranks."""
+    return cast(torch.Tensor, ExchangeRows.apply(rows, taken, sent, group))
+
+
+class ExchangeRows(torch.autograd.Function):
+    """Rows to and from each rank of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = sent, taken, group
+        result = rows.new_empty(sum(taken), *rows.shape[1:])
+        # gloo reads memory as if it were contiguous
+        dist.all_to_all_single(result, rows.contiguous(), taken, sent, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _exchange(gradient, *ctx.back), None, None, None
+
+
+class _NoRows(torch.autograd.Function):
+    """No rows, which depend on the weights of experts: their gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.like = rows, weights
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights = ctx.like
+        needed = zip((rows, *weights), ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(tensor) if needs else None for tensor, needs in needed)
