@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import torch
 
 from ..base.collectives import all_reduce_
-from ..base.dtensor import is_dtensor
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
@@ -245,17 +244,17 @@ class AccumulationWindow:
             self._after_backward = self._gradients.versions()
 
     def _are_all_changed(self) -> bool:
-        """Whether each gradient of the window was changed since the last backward.
+        """Whether each of several gradients of the window was changed since the last backward.
 
-        Of DTensors, in whose changes by ``torch._foreach_mul_`` no counter moves, it is not known.
+        Not seen of DTensors: their counters do not move with ``torch._foreach_mul_``, which clips.
         """
-        zeros, some = self._gradients.zeros, False
+        zeros, num_changed = self._gradients.zeros, 0
         for param, then in zip(self._gradients.params, self._after_backward, strict=True):
-            if then != zeros[param] and param.version != then:
-                some = True
-            elif then != zeros[param] and not is_dtensor(param.parameter):
-                return False
-        return some
+            if then != zeros[param]:
+                if param.version == then:
+                    return False
+                num_changed += 1
+        return num_changed > 1
 
     @property
     def in_last_call(self) -> bool:
