@@ -25,9 +25,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import replace_forward
+from ..base.module_surgery import replace_forward, with_parameters
 from .tensor.differentiable_collectives import local_shard
-from .tensor.linear import distribute, with_parameters
+from .tensor.linear import distribute
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The forward of experts: of rows (rows, features), the index of each row's expert and its weight, (rows, choices)."""
