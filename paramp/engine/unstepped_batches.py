@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -59,12 +58,10 @@ class UnsteppedBatches:
             self._warn(UNUSED, self._count)
         self._count += 1
 
-    def check_step(self, are_others: bool, scale: torch.Tensor, are_changed: Callable[[], bool]) -> None:
-        """Warn of the gradients of a step with a loss scale, ``scale``: not the engine's, or all of them changed."""
-        if are_others and BY_HAND in self._texts:
-            self._warn(BY_HAND, float(scale))
-        elif not are_others and CHANGED in self._texts and are_changed():
-            self._warn(CHANGED, float(scale))
+    def warn_of_gradients(self, text: str, scale: torch.Tensor | None) -> None:
+        """Warn of the gradients of a step, which carry ``scale``, 0-dim; None: no loss scale, and no reason."""
+        if scale is not None and text in self._texts:
+            self._warn(text, float(scale))
 
     def _warn(self, text: str, *values: object) -> None:
         if text in self._texts:

@@ -31,7 +31,7 @@ from . import user_backward
 from .compute_context import Loss
 from .loss_counts import CountUnit
 from .shared_failure import SAME_KIND, SharedFailure
-from .unstepped_batches import UnsteppedBatches
+from .unstepped_batches import BY_HAND, CHANGED, UnsteppedBatches
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -244,17 +244,10 @@ class AccumulationWindow:
             self._after_backward = self._gradients.versions()
 
     def _are_all_changed(self) -> bool:
-        """Whether each of several gradients of the window was changed since the last backward.
-
-        Not seen of DTensors: their counters do not move with ``torch._foreach_mul_``, which clips.
-        """
-        zeros, num_changed = self._gradients.zeros, 0
-        for param, then in zip(self._gradients.params, self._after_backward, strict=True):
-            if then != zeros[param]:
-                if param.version == then:
-                    return False
-                num_changed += 1
-        return num_changed > 1
+        """Whether several gradients, all of the window, were changed since; not seen of DTensors that torch clips."""
+        versions = zip(self._gradients.versions(), self._after_backward, self._gradients.zeros.values(), strict=True)
+        changed = [now != then for now, then, zero in versions if then != zero]
+        return len(changed) > 1 and all(changed)
 
     @property
     def in_last_call(self) -> bool:
@@ -290,8 +283,9 @@ class AccumulationWindow:
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
-        if self._scales and self.state is not State.AVERAGED:
-            self._unstepped.check_step(self.state is not State.OPEN, scale, self._are_all_changed)
+            self._unstepped.warn_of_gradients(BY_HAND, scale if self._scales else None)
+        elif self.state is State.OPEN and self._scales and self._are_all_changed():
+            self._unstepped.warn_of_gradients(CHANGED, scale)
         self._go(state)
         self._num_calls += 1
         self._unstepped.stepped = True

@@ -66,7 +66,7 @@ class ModelAdapter:
         """
         if size == 1:
             return {}
-        from .experts import ExpertParallel
+        from .expert_axis import ExpertParallel
         from .tensor.sharding_plan import resolve_plan
 
         given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}

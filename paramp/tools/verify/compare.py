@@ -20,7 +20,7 @@ its own size, which would hide a gradient of half the right size.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +100,7 @@ def compare(
     chunks = config.parallel.pipeline.num_microbatches
     found = [*_differences(single, sharded, chunks)]
     again = [one for record in perturbed for one in _differences(single, [record], 0)]
-    noise = _noise(found, again, rounding(config.precision))
+    noise = _noise(found, again, rounding(config.precision), single.start)
     layers: dict[str, Layer] = {}
     for one in found:
         units = None if one.distance is None else _ratio(one.distance, noise[one.key])
@@ -148,11 +148,18 @@ def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
         )
 
 
-def _noise(found: Iterable[Distance], perturbed: Iterable[Distance], unit: float) -> dict[Key, float]:
-    """What rounding makes of each value, over all steps; ``unit``: one rounding error."""
+def _noise(
+    found: Iterable[Distance], perturbed: Iterable[Distance], unit: float, weights: Mapping[str, torch.Tensor]
+) -> dict[Key, float]:
+    """What rounding makes of each value, over all steps; ``unit``: one rounding error.
+
+    A change that is small beside its weight, of ``weights``, is as exact as the weight that was rounded after it.
+    """
     noise: dict[Key, float] = defaultdict(float)
     for one in found:
         _raise_to(noise, one.key, one.size * (FLOAT32_ROUNDING if one.what in NUMBERS else unit))
+        if one.what == "step":
+            _raise_to(noise, one.key, FLOAT32_ROUNDING * float(weights[one.tensor].double().norm()))
     for one in perturbed:
         _raise_to(noise, one.key, one.distance or 0.0)
     return noise
