@@ -158,8 +158,8 @@ def _noise(
     noise: dict[Key, float] = defaultdict(float)
     for one in found:
         _raise_to(noise, one.key, one.size * (FLOAT32_ROUNDING if one.what in NUMBERS else unit))
-        if one.what == "step":
-            _raise_to(noise, one.key, FLOAT32_ROUNDING * float(weights[one.tensor].double().norm()))
+        if one.what == "step" and one.tensor in weights:
+            _raise_to(noise, one.key, min(unit, FLOAT32_ROUNDING) * float(weights[one.tensor].double().norm()))
     for one in perturbed:
         _raise_to(noise, one.key, one.distance or 0.0)
     return noise
