@@ -38,7 +38,7 @@ with paramp.launch_from_torch(config) as context, paramp.StopRequest() as stop:
             result = engine.step()
             warmup.step()
             engine.zero_grad()
-            if result.stepped:  # not while gradients accumulate, nor after an overflow
+            if result.stepped or result.overflow:  # not while gradients accumulate
                 metrics.write(engine.num_steps, loss=result.loss, loss_scale=result.loss_scale)
             if stop.agreed(context):  # Ctrl-C, or a signal to any rank
                 engine.flush()
