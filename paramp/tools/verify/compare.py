@@ -123,8 +123,10 @@ def compare(
 def layout_name(parallel: ParallelConfig) -> str:
     """The axes of more than one rank and their sizes, such as ``pp2·tp2``."""
     data = parallel.data_axes
-    replicas = ("dp" if data.shard == 1 else "replicate", data.replicate)
-    sizes = (("pp", parallel.pipeline.size), replicas, ("fsdp", data.shard), ("tp", parallel.tensor.size))
+    number = data.replicate if isinstance(data.replicate, str) else data.replicate // parallel.expert
+    replicas = ("dp" if data.shard == 1 else "replicate", number)
+    model = (("ep", parallel.expert), ("fsdp", data.shard), ("tp", parallel.tensor.size))
+    sizes = (("pp", parallel.pipeline.size), replicas, *model)
     return "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
 
 
