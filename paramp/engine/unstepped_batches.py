@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from pathlib import Path
 
@@ -71,7 +71,8 @@ class UnsteppedBatches:
 
 def _depth_of_user() -> int:
     """The ``stacklevel`` in the caller's function of the line that calls the engine."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE):
+    here = inspect.currentframe()
+    frame, depth = here and here.f_back, 1
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, depth = frame.f_back, depth + 1
     return depth

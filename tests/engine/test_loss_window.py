@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -162,7 +163,11 @@ def test_scaled_gradients_that_the_user_clips_or_makes_are_a_warning_once(world,
                     clips[how](engine.module.parameters(), 1.0)
                 elif index:
                     next(engine.module.parameters()).grad.mul_(0.5)
-                with pytest.warns(UserWarning, match="all gradients were changed") if warns else nullcontext() as seen:
+                with (
+                    pytest.warns(UserWarning, match="all gradients were changed")
+                    if warns
+                    else warnings.catch_warnings(action="error") as seen
+                ):
                     engine.step()
                 assert not warns or {warning.filename for warning in seen} == {__file__}, [*map(str, seen)]
 
@@ -174,7 +179,11 @@ def test_gradients_of_a_backward_without_the_engine_are_a_warning_once_if_there_
         for index in range(3):
             F.mse_loss(engine.module(X[0]), Y[0]).backward()
             warns = mode == "16-mixed" and index == 0
-            with pytest.warns(UserWarning, match="from no backward of the engine") if warns else nullcontext():
+            with (
+                pytest.warns(UserWarning, match="from no backward of the engine")
+                if warns
+                else warnings.catch_warnings(action="error")
+            ):
                 engine.step()
 
 

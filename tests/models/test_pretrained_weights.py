@@ -39,7 +39,10 @@ SAVED = [("Mixtral", "tp2"), ("T5", "pp2"), ("Qwen2", "zero"), ("T5", "fsdp2")]
 @on_ranks(2)
 def test_logits_after_reload_are_the_engines(world, name, layout):
     """With fused experts, which are stored one by one, and with tied weights on two stages."""
-    folder, mode = shared_folder() / "model", "32-true" if layout == "pp2" else "16-naive"
+    folder, mode = (
+        shared_folder() / "model",
+        "32-true" if layout == "pp2" or name == "Mixtral" else "16-naive",
+    )  # rounding changes the routing
     batch = next(batches(name, 1))
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": mode}):
         engine, *_ = paramp.initialize(build(name), sgd)
