@@ -289,6 +289,12 @@ def unfrozen(name: str, problem: str) -> str:
     )
 
 
+def thawed_since(frozen: Iterable[tuple[str, nn.Parameter]]) -> ValueError | None:
+    """The error for a parameter that was ``frozen`` at setup and requires a gradient now; None without one."""
+    names = (name for name, parameter in frozen if parameter.requires_grad)
+    return next((ValueError(unfrozen(name, "requires a gradient")) for name in names), None)
+
+
 def trained_and_frozen(module: nn.Module) -> tuple[NamedParameters, NamedParameters]:
     """The parameters of ``module`` that require gradients, and those that do not."""
     named = list(module.named_parameters())

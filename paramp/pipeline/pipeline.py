@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ..base.errors import ConfigError, at_users_line
-from ..base.module_surgery import keeping_buffers, unfrozen
+from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
@@ -105,7 +105,7 @@ class Pipeline:
             RuntimeError: a stage of this rank failed; also on this rank only, after all microbatches.
         """
         self._loss = loss
-        self._failure = self._thawed_later() if backward else None
+        self._failure = thawed_since(self._frozen) if backward else None
         if self.overlaps:
             self._setting.before_last_backward = before_last_backward
         self._stages.align_modes()
@@ -157,13 +157,6 @@ class Pipeline:
         if self._failure is None:
             self._failure = failure
             self._check(failure)
-
-    def _thawed_later(self) -> ValueError | None:
-        """The error for a parameter that was frozen at initialize and requires a gradient now; None without one."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                return ValueError(unfrozen(name, "requires a gradient"))
-        return None
 
     def _schedule(self, microbatches: Sequence[Batch], backward: bool) -> Any:
         key = (microbatches[0].key(), len(microbatches), backward, self._stages.module.training)

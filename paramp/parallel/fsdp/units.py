@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
-from ...base.module_surgery import BATCH_NORMS, PassThrough, unfrozen
+from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
 from ...distributed.context import ParallelContext
@@ -211,8 +211,9 @@ class ShardedUnits:
                 root.set_requires_gradient_sync(False)
         self._order.begin(backward=backward)
         with self.resetting():
-            if backward:
-                self._check_frozen()
+            frozen = ((name, fsdp2_internals.held(one)) for name, one in self._frozen)
+            if backward and (error := thawed_since(frozen)):
+                raise error  # torch would refuse it halfway through its first batch, and run the next one
             yield
             if not self._reduces:
                 fsdp2_internals.drop_gradients(self._params())  # of a batch that is run again
@@ -221,12 +222,6 @@ class ShardedUnits:
                     self._reduce(root)
             self._order.check(END)
         self.reshard()
-
-    def _check_frozen(self) -> None:
-        """Refuse what was unfrozen since: torch would do so halfway through its first batch, and run the next one."""
-        for name, one in self._frozen:
-            if fsdp2_internals.held(one).requires_grad:
-                raise ValueError(unfrozen(name, "requires a gradient"))
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
