@@ -269,10 +269,9 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
         tree = merge(tree, nested(key, _plain_value(text)))
     tables = {name: tree.pop(name) for name in keys(Job) if name in tree}
     for name, table in tree.items():
-        if isinstance(table, Mapping) and table.keys() & {*keys(TrainConfig), *keys(GPTConfig)}:
-            meant = "" if name in keys(Config) else nearest(name, keys(Job))
-            if meant:
-                raise ConfigError(f"{name}: no such table{meant}")
+        of_script = isinstance(table, Mapping) and table.keys() & {*keys(TrainConfig), *keys(GPTConfig)}
+        if of_script and name not in keys(Config) and (meant := nearest(name, keys(Job))):
+            raise ConfigError(f"{name}: no such table{meant}")
     return load(tree), build(Job, tables, "")
 
 

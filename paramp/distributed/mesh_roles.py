@@ -10,12 +10,12 @@ replicate  ``dp``, ``ddp``,               replicated                      summed
            ``dp_replicate``
 shard      ``dp_shard``, ``fsdp``         sharded                         summed and sharded
 context    ``cp``                         replicated                      summed
-expert     ``ep``                         experts are each rank's own,    as the parameters
-                                          the others replicated
+expert     ``ep``                         experts are each rank's own,    of experts each rank's own,
+                                          the others replicated           the others summed
 tensor     ``tp``                         sharded or replicated, by plan  as the parameters
 =========  =============================  ==============================  =============================
 
-Along ``replicate`` and ``shard`` ranks have different parts of the batch; together they are the data axis.
+Along ``replicate``, ``shard`` and ``expert`` ranks have different parts of the batch; together they are the data axis.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ def batch_axis_of(tensor: torch.Tensor, context: ParallelContext) -> Axis:
 
     FSDP2, which shards parameters over these ranks too, sums the gradients itself.
     """
-    same = replicated_axes(tensor, context) if context.axes_of("expert") else ()
-    return context.batch_axis if {*context.axes_of("expert")} <= {*same} else context.experts_axis
+    experts = context.axes_of("expert")
+    is_expert = bool(experts) and not set(experts).issubset(replicated_axes(tensor, context))
+    return context.experts_axis if is_expert else context.batch_axis
 
 
 def broadcast_replicas(tensors: Iterable[torch.Tensor], context: ParallelContext) -> None:

@@ -58,9 +58,9 @@ class UnsteppedBatches:
             self._warn(UNUSED, self._count)
         self._count += 1
 
-    def warn_of_gradients(self, text: str, scale: torch.Tensor | None) -> None:
-        """Warn of the gradients of a step, which carry ``scale``, 0-dim; None: no loss scale, and no reason."""
-        if scale is not None and text in self._texts:
+    def warn_of_gradients(self, text: str, scale: torch.Tensor) -> None:
+        """Warn of the gradients of a step, which carry the loss ``scale``, 0-dim; it is read once."""
+        if text in self._texts:
             self._warn(text, float(scale))
 
     def _warn(self, text: str, *values: object) -> None:

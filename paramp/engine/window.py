@@ -283,7 +283,8 @@ class AccumulationWindow:
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
-            self._unstepped.warn_of_gradients(BY_HAND, scale if self._scales else None)
+            if self._scales:
+                self._unstepped.warn_of_gradients(BY_HAND, scale)
         elif self.state is State.OPEN and self._scales and self._are_all_changed():
             self._unstepped.warn_of_gradients(CHANGED, scale)
         self._go(state)

@@ -41,6 +41,8 @@ class ExpertParallel(ParallelStyle):
     (tokens, features). An index of ``num_experts`` or more is no expert.
     """
 
+    is_of_experts = True
+
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Raise a ConfigError if ``module`` is no such module, or its experts do not divide over ``size`` ranks."""
         count = getattr(module, "num_experts", None)

@@ -167,7 +167,7 @@ class ModelAdapter:
 
 def is_of_experts(style: str | ParallelStyle) -> bool:
     """Whether a style shards experts over the expert axis, and not a module over the tensor axis."""
-    return style == "experts" or type(style).__name__ == "ExpertParallel"
+    return style == "experts" or getattr(style, "is_of_experts", False)
 
 
 class SequentialAdapter(ModelAdapter):
