@@ -114,6 +114,7 @@ def wandb_log(folder):
 
     def read():
         run.finish()
+        wandb.teardown()  # its service writes the last records after `finish` has returned
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
         data, start, rows = path.read_bytes(), 7, {}
         while start < len(data):
