@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import paramp
 from paramp.optim.matrices.matrix_exchange import owners
-from paramp.optim.matrices.whole_matrix_trial import ELEMENTWISE, needs_whole_matrices
+from paramp.optim.matrices.whole_matrix_trial import KNOWN, copies_weights, needs_whole_matrices
 
 CPU = torch.device("cpu")
 
@@ -256,27 +256,34 @@ def two_layers():
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
 
-KNOWN = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
+TRIED = {Elementwise: False, Warm: False} | KNOWN
 
 
-@pytest.mark.parametrize("kind", [Elementwise, Warm, *KNOWN], ids=lambda kind: kind.__name__)
-def test_elementwise_optimizers_keep_their_shards(kind, monkeypatch):
+@pytest.fixture
+def all_are_tried(monkeypatch):
+    monkeypatch.setattr("paramp.optim.matrices.whole_matrix_trial.KNOWN", {})
+
+
+@pytest.mark.parametrize("kind", [kind for kind, whole in TRIED.items() if not whole], ids=lambda kind: kind.__name__)
+def test_elementwise_optimizers_keep_their_shards(kind, all_are_tried):
     """The trial changes nothing; a rate of 0, as in a warmup, does not mislead it."""
-    monkeypatch.setattr("paramp.optim.matrices.whole_matrix_trial.ELEMENTWISE", set())
     model = two_layers()
     optimizer, before = kind(model.parameters()), {name: one.clone() for name, one in model.state_dict().items()}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     random = torch.get_rng_state()
     assert not needs_whole_matrices(optimizer, CPU)
+    assert copies_weights(optimizer, CPU) is (kind is torch.optim.ASGD)
     assert torch.equal(torch.get_rng_state(), random)
     assert schedule.get_last_lr() == [0.0]
     assert_same_tensors(model.state_dict(), before)
 
 
-def test_others_and_what_cannot_be_tried_get_whole_matrices():
+def test_others_and_what_cannot_be_tried_get_whole_matrices(all_are_tried):
     for kind in (Lamb, OfMatricesOnly, Random, torch.optim.Adafactor):
         assert needs_whole_matrices(kind(two_layers().parameters()), CPU), kind
-    assert needs_whole_matrices(torch.optim.Muon(nn.Linear(4, 8, bias=False).parameters()), CPU)
+    muon = torch.optim.Muon(nn.Linear(4, 8, bias=False).parameters(), ns_steps=1)
+    assert needs_whole_matrices(muon, CPU)
+    assert not copies_weights(muon, CPU)
     assert needs_whole_matrices(Named(two_layers(), names=["0.weight", "1.weight"]), CPU)
 
 

@@ -18,11 +18,13 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...distributed.rng import forked
 
-ELEMENTWISE: set[type[torch.optim.Optimizer]] = {
+_ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
-}
-"""torch's optimizers that need no trial."""
+)
+KNOWN = dict.fromkeys(_ELEMENTWISE, False) | dict.fromkeys((torch.optim.Muon, torch.optim.Adafactor), True)
+"""torch's optimizers, which need no trial (Muon's takes seconds where products in bf16 are slow): whether they need whole
+matrices."""
 SHAPE = (256, 320)
 """Of the matrix. Adafactors factor dims of 128 and more, and 8-bit states begin at 4096 elements; a half has both. The
 same elements are tried with as many dims as the optimizer's parameters have."""
@@ -44,8 +46,8 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
     Raises:
         ConfigError: the step of one matrix depends on others, which other ranks have.
     """
-    if type(optimizer) in ELEMENTWISE:
-        return False
+    if (known := KNOWN.get(type(optimizer))) is not None:
+        return known
     with forked(device):
         found = [_tried(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer)]
     return any(found)
@@ -56,6 +58,8 @@ def copies_weights(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
 
     A copy is tried, as in :func:`needs_whole_matrices`, on a weight that is large beside its gradients and updates.
     """
+    if type(optimizer) in KNOWN:
+        return type(optimizer) is torch.optim.ASGD
     with forked(device):
         return any(_keeps(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer))
 
