@@ -14,7 +14,7 @@ sys.path.insert(4, str(Path(__file__).parent / "data"))
 
 import block_sizes
 import warm
-from families import SEED, how_to_repeat
+from families import SEED, how_to_repeat, outside_sample
 from pool import choice, close_pools
 
 if hasattr(os, "SCHED_BATCH"):
@@ -45,10 +45,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests of a GPU alone are no cases where there is none: what is listed as skipped is then worth a look."""
+    """Neither tests of a GPU alone where there is none, so that what is listed as skipped is worth a look, nor what a
+    sample leaves out."""
+    left_out = outside_sample(items)
     if "cuda" not in choice().devices:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("cuda")])
-        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+        left_out += [item for item in items if item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():

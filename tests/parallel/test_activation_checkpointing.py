@@ -8,7 +8,7 @@ import torch
 from beside_plain import adamw, benchmarks_common
 from commands import ROOT
 from counting import Operators
-from families import SEED, WHOLE, family
+from families import SEED, WHOLE, family, rarely
 from pages import functions_of
 from pool import on_ranks
 from reference import batches, local, small_gpt
@@ -39,7 +39,7 @@ def train(how, parallel, precision):
         return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rarely(LAYOUTS, "tp2 + sp", "zbv", "fsdp2"))
 @on_ranks(2)
 def test_the_same_bits_as_without_it(world, layout):
     """With dropout, so the random numbers are drawn again."""

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from beside_plain import train_both
-from families import family, long
+from families import family, rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches
 from small_engines import engine_of
@@ -112,7 +112,7 @@ def follows(name, layout):
 
 
 @family
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "fsdp2", pytest.param("pp2-tp2", marks=long)])
+@pytest.mark.parametrize("layout", rarely(["tp2", "pp2", "fsdp2", "pp2-tp2"], "tp2", "fsdp2"))
 def test_fp32_follows_plain_torch(layout):
     run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follow_plain_torch", {"layout": layout})
 

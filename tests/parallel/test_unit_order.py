@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from beside_plain import assert_weights, randn, seeded
-from families import cases, family
+from families import cases, family, rarely
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
@@ -183,7 +183,7 @@ def test_what_was_gathered_early_and_not_used_is_gathered_again(world):
         trained.step()
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", rarely([1, 2], 2))
 @on_ranks(4)
 def test_several_ranks_that_skip_a_block(world, replicate):
     with training(shard=4 // replicate, replicate=replicate) as trained:

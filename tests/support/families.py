@@ -2,7 +2,8 @@
 
 - By default, as in ``make test``: a part, in which most values of a parameter stand once. It is never empty
   (``tests/system/test_families.py``).
-- ``PARAMP_TEST_SEED``, any text: a sample of the other cases, always the same for one seed (``.ci/run``).
+- ``PARAMP_TEST_SEED``, any text: a sample of the other cases, and of those marked ``long`` a third; always the same
+  for one seed (``.ci/run``).
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
 """
 
@@ -10,7 +11,7 @@ import os
 import random
 import shlex
 from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -40,6 +41,21 @@ def cases(name: str, everything: Sequence[Case], part: Collection[Case], sample:
     return chosen
 
 
+def rarely(values: Iterable[Any], *by_default: Any) -> list[Any]:
+    """``values`` for ``parametrize``; those not in ``by_default`` are long cases. A tuple has several arguments."""
+    rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [row[0] if row[0] in by_default else pytest.param(*row[1], marks=[family, long]) for row in rows]
+
+
+def outside_sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of the long cases, the two of three that a sample leaves out."""
+    return [
+        item
+        for item in items
+        if not WHOLE and SEED and _is_long(item) and random.Random(f"{SEED} {item.nodeid}").random() > 1 / 3
+    ]
+
+
 def number(part: int, whole: int) -> int:
     """How many this run tries of a family of numbered cases."""
     return whole if WHOLE else part
@@ -59,6 +75,10 @@ def without_a_case(items: Iterable[pytest.Item]) -> list[str]:
         name = item.nodeid.partition("[")[0]
         left_out[name] = left_out.get(name, True) and _is_left_out(item)
     return [name for name in left_out if left_out[name]]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return any(mark.kwargs.get("reason") == LONG for mark in item.iter_markers("skipif"))
 
 
 def _is_left_out(item: pytest.Item) -> bool:

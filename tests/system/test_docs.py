@@ -148,7 +148,7 @@ def test_commands_run_by_other_tests_exist():
 
 def dry_run(*words):
     """What ``make`` would run, without the options of the ``make`` that runs the tests."""
-    return succeeded(run(["make", "--dry-run", "--no-print-directory", *words], MAKEFLAGS="")).stdout
+    return succeeded(run(["make", "--dry-run", "--no-print-directory", *words], MAKEFLAGS="", ARGS="")).stdout
 
 
 @pytest.fixture(scope="module")

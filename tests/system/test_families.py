@@ -14,6 +14,7 @@ SAMPLE_ONLY = [
     "tests/system/test_benchmarks.py::test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode",
     "tests/system/test_benchmarks.py::test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone",
     "tests/system/test_launch_commands.py::test_mpirun_on_two_hosts",
+    "tests/system/test_launch_commands.py::test_two_agents_that_start_their_ranks_again",
     "tests/system/test_mutants.py::test_every_drawn_mutant_is_another_program",
     "tests/system/test_mutants.py::test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake",
 ]

@@ -70,6 +70,8 @@ def test_a_batch_script_of_slurms(tmp_path, expected):
     assert losses(["sbatch", "launch/slurm.sbatch", *JOB[5:]], tmp_path, PATH=path, PYTHON=PYTHON) == expected
 
 
+@family
+@long
 def test_two_agents_that_start_their_ranks_again(tmp_path):
     """Their store outlives the ranks, and each agent counts its restarts for itself."""
     mark, where = tmp_path / "mark", ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]

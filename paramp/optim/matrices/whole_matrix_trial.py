@@ -23,8 +23,8 @@ _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 )
 KNOWN = dict.fromkeys(_ELEMENTWISE, False) | dict.fromkeys((torch.optim.Muon, torch.optim.Adafactor), True)
-"""torch's optimizers, which need no trial (Muon's takes seconds where products in bf16 are slow): whether they need whole
-matrices."""
+"""torch's optimizers -> whether they need whole matrices. They are not tried: Muon's trial takes seconds where products
+in bf16 are slow."""
 SHAPE = (256, 320)
 """Of the matrix. Adafactors factor dims of 128 and more, and 8-bit states begin at 4096 elements; a half has both. The
 same elements are tried with as many dims as the optimizer's parameters have."""
