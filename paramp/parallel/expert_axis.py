@@ -14,6 +14,7 @@ interface.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import replace_forward, with_parameters
+from ..base.module_surgery import named_tensors, replace_forward, with_parameters
 from .tensor.differentiable_collectives import local_shard
 from .tensor.linear import distribute
 
@@ -36,22 +37,18 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class ExpertParallel(ParallelStyle):
     """A module of stacked experts, each rank with an equal part of them.
 
-    Its parameters are (experts, ...), its attribute ``num_experts`` is their number, and its forward is that of
-    transformers: ``(hidden_states, top_k_index, top_k_weights)``, of (tokens, features) and (tokens, choices), to
-    (tokens, features). An index of ``num_experts`` or more is no expert.
+    Its parameters, none of them in submodules, are (experts, ...), its attribute ``num_experts`` is their number, and
+    its forward is that of transformers: ``(hidden_states, top_k_index, top_k_weights)``, of (tokens, features) and
+    (tokens, choices), to (tokens, features). An index of ``num_experts`` or more is no expert.
     """
 
     is_of_experts = True
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Raise a ConfigError if ``module`` is no such module, or its experts do not divide over ``size`` ranks."""
-        count = getattr(module, "num_experts", None)
-        shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
-        if not isinstance(count, int) or not shapes or any(shape[:1] != (count,) for shape in shapes.values()):
-            raise ConfigError(
-                f"plan: {name!r} is a {type(module).__name__} with num_experts {count} and the parameters {shapes}, "
-                "expected parameters (num_experts, ...) for the style 'experts'"
-            )
+        if problem := _problem(module):
+            raise ConfigError(f"plan: {name!r} is a {type(module).__name__} {problem} for the style 'experts'")
+        count = cast(int, module.num_experts)
         if count % size:
             raise ConfigError(f"plan: {name!r} has {count} experts, expected a multiple of parallel.expert {size}")
 
@@ -75,6 +72,35 @@ class ExpertParallel(ParallelStyle):
                 )
 
         return replace_forward(module, forward)
+
+
+def _problem(module: nn.Module) -> str | None:
+    """Why the experts of ``module`` cannot be sharded, to follow its class in a message; None if they can."""
+    count = getattr(module, "num_experts", None)
+    shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
+    if not isinstance(count, int) or not shapes or any(shape[:1] != (count,) for shape in shapes.values()):
+        return f"with num_experts {count} and the parameters {shapes}, expected parameters (num_experts, ...)"
+    whole = [name for name, value in named_tensors(module) if value.shape[:1] == (count,)]
+    whole = [name for name in whole if name not in module._parameters]
+    if whole:
+        return f"with {whole[0]!r} of {count} experts, expected parameters of the module itself, no buffers"
+    try:
+        inspect.signature(type(module).forward).bind(module, None, None, None)
+    except TypeError as error:
+        return f"whose forward is another ({error}), expected one of hidden states, index and weights"
+    return None
+
+
+def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Raise a ConfigError for a module of ``model`` that could have the style ``experts`` and is not in ``styles``."""
+    sharded = {model.get_submodule(name) for name in styles}
+    for name, module in model.named_modules():
+        is_stack = any(value.ndim > 2 for value in module._parameters.values() if value is not None)
+        if is_stack and module not in sharded and _problem(module) is None:
+            raise ConfigError(
+                f"plan: it leaves {name!r}, a {type(module).__name__} of {module.num_experts} experts, replicated, "
+                "expected the style 'experts' for each mixture, because parallel.expert is set"
+            )
 
 
 def dispatched(

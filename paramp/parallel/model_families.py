@@ -62,11 +62,11 @@ class ModelAdapter:
         """The style of each module of experts over the ``size`` ranks of the expert axis, from the plan or the model.
 
         Raises:
-            ConfigError: the plan does not fit the model, or there are several ranks and no experts.
+            ConfigError: the plan does not fit the model, or there are several ranks and no experts, or others.
         """
         if size == 1:
             return {}
-        from .expert_axis import ExpertParallel
+        from .expert_axis import ExpertParallel, check_none_replicated
         from .tensor.sharding_plan import resolve_plan
 
         given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}
@@ -80,6 +80,7 @@ class ModelAdapter:
         for name, style in styles.items():
             assert isinstance(style, ExpertParallel)
             style.check(name, self.model.get_submodule(name), size)
+        check_none_replicated(self.model, styles)
         return styles
 
     def expert_modules(self) -> Sequence[str]:

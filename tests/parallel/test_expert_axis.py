@@ -183,3 +183,36 @@ def test_what_cannot_be_sharded_is_refused_by_name(world):
             engine_of(mixture(), plan=plan)
     with pytest.raises(paramp.ConfigError, match=r"parallel.expert: got 2, expected 1, because reproducible is set"):
         paramp.Config(parallel={"expert": 2}, reproducible=True)
+
+
+def of_submodule(experts):
+    experts.inside = nn.Module()
+    experts.inside.weight = nn.Parameter(torch.randn(4, 8))
+
+
+def of_buffer(experts):
+    experts.register_buffer("offsets", torch.zeros(4, 8))
+
+
+class OtherForward(Experts):
+    def forward(self, tokens, chosen):
+        return tokens
+
+
+@on_ranks(2)
+def test_experts_that_would_stay_whole_are_refused_by_name(world):
+    """Of a module whose ranks would have some of what belongs to the experts, and all of the rest; and others."""
+    refused = {
+        r"'experts' is a Experts with 'inside.weight' of 4 experts, expected parameters of the module": of_submodule,
+        r"'experts' is a Experts with 'offsets' of 4 experts, expected parameters of the module": of_buffer,
+        r"'experts' is a OtherForward whose forward is another": lambda one: setattr(one, "__class__", OtherForward),
+    }
+    with paramp.launch_from_torch({"parallel": {"expert": 2}}):
+        for message, change in refused.items():
+            model = mixture()
+            change(model.experts)
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine_of(model, plan=PLAN)
+        two = nn.Sequential(mixture(), mixture())
+        with pytest.raises(paramp.ConfigError, match=r"leaves '1.experts', a Experts of 4 experts, replicated"):
+            engine_of(two, plan={"0.experts": "experts"})
