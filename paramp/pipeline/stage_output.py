@@ -4,6 +4,7 @@ A stage returns a tree of tensors and other values. torch's schedules send float
 gradient back. Therefore
 
     a tensor that depends on weights            is sent in the compute dtype (reproducible: in its own)
+    one of them without dims, such as a loss    is sent in its own dtype: its gradient is as large as the loss scale
     other tensors (tokens, masks, tables)       are sent unchanged, the bytes of all of them in one tensor
     numbers, shapes, None, tuples of those      are not sent: they are constant for one shape of the batch
 
@@ -118,7 +119,7 @@ class StageOutput:
             if isinstance(leaf, Constant):
                 return device if isinstance(leaf.value, torch.device) else leaf.value
             if leaf.has_gradient:
-                return next(differentiable).to(device, dtype or leaf.dtype)
+                return next(differentiable).to(device, dtype if dtype and leaf.shape else leaf.dtype)
             return next(fixed).to(device)
 
         return map_leaves(value, self.tree)
@@ -160,7 +161,7 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
                 "gets contiguous, so that kernels may give other bits than in one process; split elsewhere "
                 "(parallel.pipeline.split), or return tensor.contiguous()"
             )
-        in_dtype = dtype or value.dtype if differentiable else value.dtype
+        in_dtype = dtype if dtype and differentiable and shape else value.dtype
         return SentTensor(shape, in_dtype, has_gradient=differentiable)
     if isinstance(value, CONSTANTS):
         return Constant(value)

@@ -149,3 +149,30 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
         message = r"stage 1 of 2 fails on a microbatch of inputs\[0\] \(2, 4\): RuntimeError: "
         with pytest.raises(paramp.ConfigError, match=message):
             engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
+
+
+class WithLoss(nn.Module):
+    """Multiplies by its weight, whose square it adds to the loss that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, pair):
+        x, loss = pair if isinstance(pair, tuple) else (pair, 0.0)
+        return x * self.weight, loss + self.weight.square().sum()
+
+
+@on_ranks(2)
+def test_a_loss_between_stages_has_the_loss_scale_as_its_gradient(world):
+    """Beyond the range of fp16, which the hidden states are sent in."""
+    config = {"precision": {"mode": "16-mixed", "init_scale": 2.0**18}, "parallel": {"pipeline": 2}}
+    with paramp.launch_from_torch(config) as context:
+        model = nn.Sequential(WithLoss(), WithLoss())
+        engine = engine_of(model, lambda pair, y: 2.0**-20 * (pair[0] - y).mean() + pair[1])
+        engine.forward_backward(torch.ones(4, 4), torch.zeros(4, 4))
+        (parameter,) = engine.parameters()
+        scale = engine.scaler.get_scale()
+        expected = torch.full((4,), 1.0 + 2.0**-20 * 0.5 / 4)
+        torch.testing.assert_close(parameter.grad / scale, expected, rtol=1e-6, atol=0.0)
+        assert engine.step().stepped, context.rank
