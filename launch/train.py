@@ -82,7 +82,7 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     found, saved_position = find_checkpoint(context, job)
     check_sizes(context, job)
     corpus = open_corpus(job, default_vocab_size=settings.model_config().vocab_size)
-    model = paramp.models.GPT(settings.model_config(corpus.vocab_size))
+    model = settings.build_model(corpus.vocab_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, lr_scheduler = initialize(job, model)
     position = DataPosition(job, corpus, configured)

@@ -18,7 +18,7 @@ from paramp.compat import key_advice
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
 from paramp.distributed.agreement import first_difference
-from paramp.models.gpt import PRESETS, GPTConfig
+from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 from paramp.models.presets import choose
 from paramp.tools.flags import LAYOUT, PRECISION, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
 
@@ -29,6 +29,8 @@ PATHS = (
     *("train.log_dir", "train.checkpoint_dir", "train.resume"),
 )
 """Settings that may differ from machine to machine."""
+MODELS = {name: kind for kind in (GPT, MoEGPT) for name in kind.presets}
+"""The class of each preset."""
 NORMS: dict[str, list[Any]] = {
     "plain": [],
     "low-precision": [algorithms.LowPrecisionLayerNorm()],
@@ -42,7 +44,8 @@ class TrainConfig:
     """The table ``[train]``."""
 
     model: str = "tiny"
-    """A preset of :class:`paramp.models.GPT`. The table ``[model]`` replaces fields of it."""
+    """A preset of :class:`paramp.models.GPT` or :class:`paramp.models.MoEGPT`. The table ``[model]`` replaces fields of
+    it."""
     data: str = "stdlib"
     """``stdlib``: the source of Python's standard library on this machine, as bytes. Else a path, of one of
     :mod:`train_app.formats`."""
@@ -151,15 +154,19 @@ class Job:
             ConfigError: a preset or field is unknown, a value is not allowed, or the model is too small for the data.
         """
         try:
-            preset = choose(PRESETS, self.train.model)
+            preset = choose({name: kind.presets[name] for name, kind in MODELS.items()}, self.train.model)
         except ConfigError as error:
             raise ConfigError(f"train.{error}") from None
         fitting = {"max_seq_len": self.train.seq_len} | ({} if vocab_size is None else {"vocab_size": vocab_size})
-        shape = build(GPTConfig, {**vars(preset), **fitting, **self.model}, "model")
+        shape = build(type(preset), {**vars(preset), **fitting, **self.model}, "model")
         for name, least in fitting.items():
             needs = f"at least the {least} tokens of {'train.seq_len' if name == 'max_seq_len' else 'the data'}"
             require(getattr(shape, name) >= least, f"model.{name}", getattr(shape, name), needs)
         return shape
+
+    def build_model(self, vocab_size: int) -> GPT:
+        """The model, for data of ``vocab_size`` tokens; errors as :meth:`model_config`."""
+        return MODELS[self.train.model](self.model_config(vocab_size))
 
 
 def check_same(job: Job) -> None:
@@ -197,7 +204,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--emulate-fp16", "emulate_fp16", str, "WHEN", EMULATE, choices=WHENS),
     ),
     "model and data": (
-        Flag("--model", "train.model", str, "NAME", "preset: tiny, gpt2-124m or gpt2-1.5b"),
+        Flag("--model", "train.model", str, "NAME", "preset: tiny, tiny-moe, gpt2-124m or gpt2-1.5b"),
         Flag("--data", "train.data", str, "PATH", "text, tokens or a saved dataset; stdlib: Python's own source"),
         Flag("--tokenizer", "train.tokenizer", str, "PATH", "tokenizer.json, or its folder", "bytes"),
         Flag("--vocab-size", "train.vocab_size", int, "N", "tokens that exist", "the data's"),
@@ -239,7 +246,7 @@ def build_parser(description: str) -> Parser:
     """The train script's command line."""
     defaults = all_settings(load(DEFAULTS), Job())
     others = sorted({key for key in defaults if key.startswith("train.")} - {flag.key for flag in FLAGS})
-    others += [f"model.{name}" for name in keys(GPTConfig)]
+    others += [f"model.{name}" for name in keys(MoEGPTConfig)]
     epilog = textwrap.fill(f"Keys without a flag of their own: {', '.join(others)}", 78, break_on_hyphens=False)
     parser = Parser(description=description, epilog=epilog, formatter_class=formatter)
     add_flags(parser, GROUPS, defaults)
@@ -269,7 +276,7 @@ def configure(arguments: Sequence[str], description: str = "") -> tuple[Config, 
         tree = merge(tree, nested(key, _plain_value(text)))
     tables = {name: tree.pop(name) for name in keys(Job) if name in tree}
     for name, table in tree.items():
-        of_script = isinstance(table, Mapping) and table.keys() & {*keys(TrainConfig), *keys(GPTConfig)}
+        of_script = isinstance(table, Mapping) and table.keys() & {*keys(TrainConfig), *keys(MoEGPTConfig)}
         if of_script and name not in keys(Config) and (meant := nearest(name, keys(Job))):
             raise ConfigError(f"{name}: no such table{meant}")
     return load(tree), build(Job, tables, "")
@@ -283,7 +290,7 @@ def _problem_of_flag(given: str, *following: str) -> str:
     key = name.lstrip("-").replace("-", "_").lower()
     known = [*(flag.name for flag in FLAGS), "--config", "--set"]
     if f"--{key.replace('_', '-')}" not in known:
-        places = {*all_settings(load(DEFAULTS), Job()), *(f"model.{name}" for name in keys(GPTConfig))}
+        places = {*all_settings(load(DEFAULTS), Job()), *(f"model.{name}" for name in keys(MoEGPTConfig))}
         for place in places & {key, f"train.{key}", f"model.{key}"}:
             return f"{key_name(name)}: no such flag; write --set {place}={text}"
         if advice := key_advice.advice(key, _plain_value(text), load, show=_as_flags):

@@ -27,6 +27,7 @@ from ..observe.overflow_diagnosis import diagnose_overflow, divergence
 from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
+from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
@@ -97,7 +98,8 @@ class Engine:
         self.before_step: list[Callable[[], None]] = []
         self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
-        self._failure = SharedFailure(context)
+        waits = context.config.parallel.data_ranks_wait or bool(token_counts(stages))
+        self._failure = SharedFailure(context, data_ranks_wait=waits)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
         batches = WindowRecord(stages, device)
         losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)

@@ -16,6 +16,7 @@ from ..distributed.numerics_protocol import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
+from ..parallel.token_counts import token_counts
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
@@ -51,6 +52,8 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     plan.checkpointed.apply(joined.parts)
     shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
     keep_routers_wide(joined.module, config.precision)
+    for counts in token_counts(joined.module):
+        counts.group = context.batch_axis.group
     _move(joined.module, context.device)
     broadcast_replicas([tensor for _, tensor in named_tensors(joined.module) if not tensor.is_meta], context)
     whole = outline(joined.module)  # with the layers' own classes, which define how they are filled

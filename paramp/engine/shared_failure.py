@@ -5,9 +5,9 @@ others would wait for it in the next collective. It records the error, takes par
 the next all-reduce of all ranks, that of the loss or of the step. If the flag is set, every rank raises: its own error
 if it has one, else an error with the message and the coordinates of the rank that failed.
 
-Along the tensor axis, and along the data axes if parameters are sharded over them, ranks have collectives in the
-forward and backward themselves. If one of them fails alone, the others wait there forever; so it raises at once, and
-the job ends when it leaves the context.
+Along the tensor axis, and along the data axes if parameters are sharded over them or tokens go to experts there, ranks
+have collectives in the forward and backward themselves. If one of them fails alone, the others wait there forever; so
+it raises at once, and the job ends when it leaves the context.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SharedFailure:
         is_shared: whether failures are known only from a sum over ranks, or on a GPU; else they are raised at once.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext, *, data_ranks_wait: bool) -> None:
+        """``data_ranks_wait``: for each other in forwards."""
         self._context = context
         self._key = f"paramp/failed_batch/{context.serial}/{context.num_engines}"
-        sharded = context.config.parallel.data_ranks_wait
-        axes = context.axes_of("tensor", *(BATCH_ROLES if sharded else ()))
-        self._axes = "data and tensor axes" if sharded else "tensor axis"
+        axes = context.axes_of("tensor", *(BATCH_ROLES if data_ranks_wait else ()))
+        self._axes = "data and tensor axes" if data_ranks_wait else "tensor axis"
         groups = context.ranks_along(axes).tolist()
         self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,7 +94,7 @@ class GPT(PresetModel):
     Presets: ``tiny``, ``gpt2-124m``, ``gpt2-1.5b``.
     """
 
-    presets = PRESETS
+    presets: ClassVar[Mapping[str, GPTConfig]] = PRESETS
 
     def __init__(self, config: GPTConfig) -> None:
         embedding = Embedding(config)

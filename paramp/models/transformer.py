@@ -46,8 +46,16 @@ class TransformerConfig:
 
     def body(self) -> dict[str, nn.Module]:
         """The modules between embedding and head, by name."""
-        blocks = nn.Sequential(*(Block(self) for _ in range(self.num_layers)))
+        blocks = nn.Sequential(*(self.block() for _ in range(self.num_layers)))
         return {"blocks": blocks, "norm": nn.LayerNorm(self.width, self.norm_eps)}
+
+    def block(self) -> Block:
+        """A new block."""
+        return Block(self)
+
+    def mlp(self) -> nn.Module:
+        """The new MLP of a block."""
+        return MLP(self)
 
     def blocks_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """The styles of ``blocks`` on ``tensor_size`` ranks (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
@@ -60,12 +68,16 @@ class TransformerConfig:
         plan: dict[str, str] = {
             "blocks.*.attention.qkv": f"{prefix}colwise",
             "blocks.*.attention.out": f"{prefix}rowwise",
-            "blocks.*.mlp.up": f"{prefix}colwise",
-            "blocks.*.mlp.down": f"{prefix}rowwise",
+            **self.mlp_plan(sequence_parallel),
         }
         if sequence_parallel:
             plan |= {"blocks.*.norm1": "sequence", "blocks.*.norm2": "sequence", "blocks.*.dropout": "sharded_random"}
         return plan
+
+    def mlp_plan(self, sequence_parallel: bool) -> dict[str, str]:
+        """The styles of the ``mlp`` of each block."""
+        prefix = "sequence_" if sequence_parallel else ""
+        return {"blocks.*.mlp.up": f"{prefix}colwise", "blocks.*.mlp.down": f"{prefix}rowwise"}
 
 
 class Linear(nn.Linear):
@@ -125,7 +137,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.width, config.norm_eps)
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = config.mlp()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

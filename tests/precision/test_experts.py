@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import cases, family
-from mixtures import BACKENDS, FAMILIES, FEATURES, NUM_EXPERTS, SIZES, Products, Routing, batch, build
+from mixtures import BACKENDS, FAMILIES, FEATURES, NUM_EXPERTS, SIZES, Products, Routing, batch, build, build_own
+from pool import on_ranks
 
 import paramp
 from paramp.precision.autocast import autocast_kernels, computing
@@ -78,6 +79,24 @@ def test_experts_compute_in_the_modes_dtype_and_routers_in_fp32(mode, kind, back
     wrong = errors(found, reference(build(kind), routing.chosen))
     assert {name: error for name, error in wrong.items() if not error <= tolerance(row)} == {}
     assert ("stacks of experts have no float8 products" in capsys.readouterr().out) == (row.float8 is not None)
+
+
+OVER_RANKS = [(mode, kind) for mode in MODES for kind in (*FAMILIES, "MoEGPT")]
+
+
+@family
+@pytest.mark.parametrize(("mode", "kind"), cases("experts over ranks", OVER_RANKS, [("16-mixed", "MoEGPT")], 4))
+@on_ranks(2)
+def test_experts_over_data_ranks_compute_in_the_modes_dtype_and_routers_in_fp32(world, mode, kind):
+    config = {"precision": mode, "emulate_fp16": True, "parallel": {"expert": 2}}
+    with paramp.launch_from_torch(config), Products(num_experts=6) as products:
+        if kind == "MoEGPT":
+            model = build_own(num_experts=6)
+            engine = paramp.initialize(model, functools.partial(torch.optim.SGD, lr=0.1), model.loss)[0]
+            engine.forward_backward(batch(), batch())
+        else:
+            engine_of(build(kind, "grouped_mm", num_experts=6)).forward_backward({"input_ids": batch()}, batch())
+    assert products.dtypes == {"experts": {PRESETS[mode].compute}, "router": {torch.float32}}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,6 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paramp.models import MoEGPT, MoEGPTConfig
+
 NUM_EXPERTS, FEATURES = 5, 40
 """No other size of the models is one of them, or of twice the features, so that they tell products apart."""
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -49,6 +51,13 @@ def build(family: str, backend: str = "eager", num_experts: int = NUM_EXPERTS) -
     return model.train()
 
 
+def build_own(num_experts: int = NUM_EXPERTS) -> MoEGPT:
+    """A :class:`MoEGPT` of these sizes."""
+    torch.manual_seed(5)
+    sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": 32, "vocab_size": 64}
+    return MoEGPT(MoEGPTConfig(**sizes, num_experts=num_experts, expert_width=FEATURES))
+
+
 def batch(num_samples: int = 4, length: int = 12) -> torch.Tensor:
     """Tokens."""
     return torch.randint(3, 60, (num_samples, length), generator=torch.Generator().manual_seed(7))
@@ -57,8 +66,9 @@ def batch(num_samples: int = 4, length: int = 12) -> torch.Tensor:
 class Products(TorchDispatchMode):
     """The dtypes of all operands in products of experts and of routers, forward and backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = NUM_EXPERTS) -> None:
         super().__init__()
+        self._num_experts = num_experts
         self.dtypes: defaultdict[str, set[torch.dtype]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +76,7 @@ class Products(TorchDispatchMode):
             operands = [value for value in args if isinstance(value, torch.Tensor) and value.is_floating_point()]
             sizes = {size for value in operands for size in value.shape[-2:]}
             of_experts = not sizes.isdisjoint((FEATURES, 2 * FEATURES))
-            if of_experts or NUM_EXPERTS in sizes:
+            if of_experts or self._num_experts in sizes:
                 self.dtypes["experts" if of_experts else "router"] |= {value.dtype for value in operands}
         return func(*args, **(kwargs or {}))
 

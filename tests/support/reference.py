@@ -7,16 +7,35 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import paramp
-from paramp.models import GPT, GPTConfig
+from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 from paramp.precision.modes import Precision
 
 SMALL = GPTConfig(num_layers=4, num_heads=4, width=32, max_seq_len=16, vocab_size=120)
 
 
+SMALL_MOE = MoEGPTConfig(
+    **vars(SMALL) | {"num_layers": 2, "init_std": 0.2},
+    num_experts=4,
+    expert_width=16,
+    balance_weight=0.5,
+    z_weight=0.05,
+)
+"""Its balance weighs so much that one of each data rank's tokens alone has other gradients."""
+
+
 def small_gpt(seed: int = 7, **changes: object) -> GPT:
     torch.manual_seed(seed)
-    model = GPT(replace(SMALL, **changes))
-    with torch.no_grad():  # norms and biases that do nothing would hide mistakes in their gradients
+    return settled(GPT(replace(SMALL, **changes)))
+
+
+def small_moe() -> GPT:
+    torch.manual_seed(7)
+    return settled(MoEGPT(SMALL_MOE))
+
+
+def settled(model: GPT) -> GPT:
+    """``model`` with norms and biases that do something: others would hide mistakes in their gradients."""
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -144,10 +144,12 @@ class ExpertSlices(ParallelStyle):
 
 
 class ScatterSequence(ParallelStyle):
-    """Shard the module's replicated output (batch, sequence, ...) along the sequence."""
+    """Shard the module's replicated output (batch, sequence, ...), or the first of several, along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def scatter(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def scatter(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return scatter(_module, _inputs, output[0]), *output[1:]
             if output.shape[SEQUENCE.dim] % device_mesh.size():
                 multiple = f"a multiple of parallel.tensor.size {device_mesh.size()} under sequence_parallel"
                 raise ConfigError(f"sequence of {output.shape[SEQUENCE.dim]}: expected {multiple}")
@@ -166,6 +168,13 @@ class GatherSequence(ParallelStyle):
 
         module.register_forward_pre_hook(gather_input)
         return module
+
+
+class WholeSequence(ParallelStyle):
+    """A module between slices of the sequence that every rank applies to all of it, such as a mixture of experts."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return ScatterSequence()._apply(GatherSequence()._apply(module, device_mesh), device_mesh)
 
 
 def sharded_dim(style: ParallelStyle | None) -> int | None:
@@ -193,6 +202,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "scatter_sequence": ScatterSequence,
     # A module without weights whose input is gathered to the whole sequence on every rank.
     "gather_sequence": GatherSequence,
+    # A module whose input is gathered, and whose output is sliced again.
+    "whole_sequence": WholeSequence,
     "sequence_colwise": lambda: Colwise(input_layouts=SEQUENCE),
     "sequence_rowwise": lambda: Rowwise(output_layouts=SEQUENCE),
     "sequence_vocab_logits": lambda: Colwise(input_layouts=SEQUENCE, output_layouts=Shard(-1), use_local_output=False),
@@ -200,6 +211,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_random": ReplicatedRandom,
     # Stacked experts, each rank of the expert axis with a part of them.
     "experts": ExpertParallel,
+    # The same over the tensor axis: each rank with a slice of the features of every expert.
+    "expert_slices": ExpertSlices,
     # A rowwise Linear whose input is replicated.
     "rowwise_scatter": lambda: Rowwise(input_layouts=Replicate()),
     # A replicated module that each rank applies to its slice of an activation.

@@ -1,0 +1,154 @@
+"""MoEGPT: its arithmetic by hand, and its gradients on layouts, with a balance over the tokens of all data ranks."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import cases, family
+from pool import on_ranks
+from reference import SMALL_MOE, batches, small_moe
+from small_engines import engine_of, own_part
+
+import paramp
+from paramp.base.dtensor import local
+from paramp.models.moe_gpt import product_by_group
+
+LR = 8.0
+"""So large that a weight's change shows its gradient to the last bits."""
+
+
+def by_hand(state, tokens, targets):
+    """The loss of ``small_moe`` in training, from its state dict: each expert on all tokens, masked."""
+    x = state["embedding.tokens.weight"][tokens] + state["embedding.positions.weight"][: tokens.shape[1]]
+    of_routers = 0.0
+    for layer in range(SMALL_MOE.num_layers):
+        at = {name.removeprefix(f"blocks.{layer}."): value for name, value in state.items()}
+        heads = F.linear(norm(x, at, "norm1"), at["attention.qkv.weight"], at["attention.qkv.bias"])
+        query, key, value = heads.unflatten(-1, (4, 3, 8)).permute(3, 0, 2, 1, 4)
+        mixed = (query @ key.mT / 8**0.5 + torch.full((16, 16), -torch.inf).triu(1)).softmax(-1) @ value
+        x = x + F.linear(mixed.transpose(1, 2).flatten(2), at["attention.out.weight"], at["attention.out.bias"])
+        h = norm(x, at, "norm2").flatten(0, 1)
+        logits = h @ at["mlp.router.scores.weight"].T
+        shares = logits.exp() / logits.exp().sum(1, keepdim=True)
+        chosen = torch.zeros_like(shares).scatter_(1, shares.argsort(1, descending=True)[:, :2], 1.0)
+        weights = shares * chosen / (shares * chosen).sum(1, keepdim=True)
+        outputs = []
+        for up, down in zip(at["mlp.experts.gate_up_proj"], at["mlp.experts.down_proj"], strict=True):
+            gate, value = (h @ up.T).chunk(2, 1)
+            outputs.append((gate * gate.sigmoid() * value) @ down.T)
+        x = x + (torch.stack(outputs, 1) * weights[..., None]).sum(1).view_as(x)
+        balance = 4 * (chosen.mean(0) / 2 * shares.mean(0)).sum()
+        of_routers = of_routers + 0.5 * balance + 0.05 * logits.exp().sum(1).log().square().mean()
+    logits = norm(x, state, "norm") @ state["head.weight"].T
+    return F.cross_entropy(logits[..., :120].flatten(0, 1), targets.flatten()) + of_routers
+
+
+def norm(x, state, name):
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"]
+        + state[f"{name}.bias"]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_and_gradients_are_those_by_hand(dtype):
+    """In fp32 by ``F.grouped_mm``, in fp64 by a product for each expert."""
+    model = small_moe().to(dtype)
+    x, y = next(batches(1))
+    loss = model.loss(model(x), y)
+    loss.backward()
+    leaves = {name: value.detach().double().requires_grad_() for name, value in model.named_parameters()}
+    expected = by_hand(leaves | {"head.weight": leaves["embedding.tokens.weight"]}, x, y)
+    expected.backward()
+    close = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(loss.double(), expected, **close)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.double(), leaves[name].grad, **close, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+def test_there_are_no_losses_of_routers_in_evaluation():
+    model = small_moe().eval()
+    x, y = next(batches(1))
+    logits, of_routers = model(x)
+    assert of_routers == 0
+    assert model.loss((logits, of_routers), y) == F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def test_a_product_by_group_takes_any_sizes_and_groups_without_rows():
+    torch.manual_seed(0)
+    rows, ends = torch.randn(7, 6), torch.tensor([3, 3, 7], dtype=torch.int32)
+    weights = torch.randn(3, 5, 6)
+    found = product_by_group(rows, weights, ends)
+    torch.testing.assert_close(found, torch.cat([rows[:3] @ weights[0].T, rows[3:] @ weights[2].T]))
+
+
+LAYOUTS = {
+    "dp4": {"data": 4},
+    "ep2": {"data": 2, "expert": 2},
+    "ep4": {"expert": 4},
+    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
+    "tp2": {"data": 1, "tensor": 2},
+    "dp2·tp2 + sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "ep2·tp2": {"expert": 2, "tensor": 2},
+    "ep2·tp2 + sp": {"expert": 2, "tensor": 2, "sequence_parallel": True},
+    "ep2·pp2": {"expert": 2, "pipeline": 2},
+    "dp2·pp2": {"data": 2, "pipeline": {"size": 2, "schedule": "gpipe"}},
+    "fsdp4": {"data": {"shard": 4}},
+    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
+    "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": 2},
+}
+RANKS_OF_TWO = ("ep2", "tp2")
+
+
+def expected_gradients(x, y, num_data, num_microbatches):
+    """In fp64 on one process; the balance is over what all data ranks have in one microbatch."""
+    model = small_moe().double()
+    rows = torch.arange(len(x)).view(num_data, num_microbatches, -1).transpose(0, 1).flatten(1)
+    for part in rows:
+        (model.loss(model(x[part]), y[part]) / len(rows)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def errors(engine, before, expected):
+    """For each parameter the distance of its gradient, as one step of SGD shows it, from the expected one."""
+    largest = max(grad.norm() for grad in expected.values())
+    found = {key: (before[key].double() - value.double()) / LR for key, value in engine.full_state_dict().items()}
+    return {key: float((found[key] - grad).norm() / max(grad.norm(), 1e-3 * largest)) for key, grad in expected.items()}
+
+
+def check_gradients(layout, **options):
+    x, y = next(batches(1))
+    before = small_moe().state_dict()
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], **options}) as context:
+        expected = expected_gradients(x, y, context.batch_axis.size, context.config.parallel.pipeline.num_microbatches)
+        model = small_moe()
+        engine = engine_of(model, model.loss, functools.partial(torch.optim.SGD, lr=LR))
+        engine.forward_backward(*own_part(context, x, y))
+        norm = torch.nn.utils.get_total_norm(expected.values()).item()
+        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6), layout
+        worst = max(errors(engine, before, expected).items(), key=lambda pair: pair[1])
+        assert worst[1] < 1e-5, (layout, worst)
+        stacks = [one for key, one in engine.module.named_parameters() if key.endswith("experts.down_proj")]
+        size = LAYOUTS[layout].get("expert", 1)
+        assert all(local(one).shape[0] * size == one.shape[0] == 4 for one in stacks if size > 1)
+
+
+ON_FOUR = [name for name in LAYOUTS if name not in RANKS_OF_TWO]
+
+
+@family
+@pytest.mark.parametrize("layout", cases("moe layouts", ON_FOUR, ["dp2·ep2 + zero1", "ep2·pp2", "dp2·tp2 + sp"], 2))
+@on_ranks(4)
+def test_gradients_are_those_of_one_process(world, layout):
+    check_gradients(layout)
+
+
+@on_ranks(2)
+def test_gradients_are_those_of_one_process_on_two_ranks(world):
+    for layout in RANKS_OF_TWO:
+        check_gradients(layout)
+    check_gradients("ep2", activation_checkpointing="full")  # counts again, and once
