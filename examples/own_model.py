@@ -1,7 +1,7 @@
 """A model and a loop of your own, tensor-parallel and pipelined, in fp16.
 
-python examples/own_model.py                                      one process
-python -m paramp run examples/own_model.py --tp 2 --pp 2          tensor 2 x pipeline 2
+python examples/own_model.py                      one process
+paramp run examples/own_model.py --tp 2 --pp 2    tensor 2 x pipeline 2
 """
 
 import torch

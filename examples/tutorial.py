@@ -31,26 +31,26 @@ with paramp.launch_from_torch(config) as context, paramp.StopRequest() as stop:
     checkpoints = paramp.Checkpoints(FOLDER, keep_best="min")
     if found := checkpoints.newest():
         engine.load(found)
-    metrics = paramp.Metrics(FOLDER, resumed_at=engine.num_steps if found else None, enabled=context.is_main)
-    for epoch in range(training.epoch, 4):
-        for x, y in training:
-            engine.forward_backward(x, y, return_loss=False)
-            result = engine.step()
-            warmup.step()
-            engine.zero_grad()
-            if result.stepped or result.overflow:  # not while gradients accumulate
-                metrics.write(engine.num_steps, loss=result.loss, loss_scale=result.loss_scale)
-            if stop.agreed(context):  # Ctrl-C, or a signal to any rank
-                engine.flush()
-                checkpoints.save(engine, engine.num_steps, wait=True)
-                sys.exit(128 + (stop.received or 15))
-        engine.flush()  # the epoch's last window may have one batch only
-        loss = engine.evaluate(held_out).item()
-        metrics.write(engine.num_steps, val_loss=loss)
-        checkpoints.save(engine, engine.num_steps, metric=loss)
-        if context.is_main:
-            print(f"epoch {epoch}: {engine.num_steps} steps, {engine.num_skipped} skipped, held-out loss {loss:.4f}")
-    metrics.close()
+    step = engine.num_steps if found else None
+    with paramp.Metrics(FOLDER, resumed_at=step, enabled=context.is_main) as metrics:
+        for epoch in range(training.epoch, 4):
+            for x, y in training:
+                engine.forward_backward(x, y, return_loss=False)
+                result = engine.step()
+                warmup.step()
+                engine.zero_grad()
+                if result.stepped or result.overflow:  # not while gradients accumulate
+                    metrics.write(engine.num_steps, loss=result.loss, loss_scale=result.loss_scale)
+                if stop.agreed(context):  # Ctrl-C, or a signal to any rank
+                    engine.flush()
+                    checkpoints.save(engine, engine.num_steps, wait=True)
+                    sys.exit(128 + (stop.received or 15))
+            engine.flush()  # the epoch's last window may have one batch only
+            loss = engine.evaluate(held_out).item()
+            metrics.write(engine.num_steps, val_loss=loss)
+            checkpoints.save(engine, engine.num_steps, metric=loss)
+            if context.is_main:
+                print(f"epoch {epoch}: {engine.num_steps} steps, {engine.num_skipped} skipped, val_loss {loss:.2f}")
     engine.finish_saving()
     engine.load(checkpoints.best(), weights_only=True)
     weights = engine.state_dict()  # the whole model in fp32, on every rank

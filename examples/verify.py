@@ -1,11 +1,11 @@
-"""Models for `python -m paramp verify`.
+"""Models for `paramp verify`.
 
-python -m paramp verify examples/verify.py:build_gpt --tp 2 --pp 2 --precision 16-mixed
+paramp verify examples/verify.py:build_gpt --tp 2 --pp 2 --precision 16-mixed
 
 A GPT has its own plan and loss, and its embedding gives the vocabulary of random inputs. The other model has none of
 the three, so they are passed:
 
-python -m paramp verify examples/verify.py:build_blocks --plan examples/verify.py:PLAN \
+paramp verify examples/verify.py:build_blocks --plan examples/verify.py:PLAN \
     --batches examples/verify.py:batches --criterion torch.nn.functional:mse_loss --tp 2 --precision bf16-mixed
 """
 

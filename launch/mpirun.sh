@@ -1,7 +1,7 @@
 #!/bin/sh
 # Run a command once for each slot of a hostfile, with the mpirun on the PATH: Open MPI's or MPICH's.
 #
-#   launch/mpirun.sh hostfile.example python launch/train.py --tp 2 --pp 2
+#   launch/mpirun.sh hostfile python launch/train.py --tp 2 --pp 2
 #
 # A line of the hostfile is "node1 slots=2", Open MPI's form, or "node1:2", MPICH's; without a number, one slot.
 set -eu

@@ -231,5 +231,7 @@ def announce_end(reporter: Reporter, job: TrainConfig) -> None:
     if job.log_dir is not None:
         python = Path(sys.executable)
         python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-        command = shlex.join([str(python), "-m", "paramp", "report", job.log_dir])
+        script = python.with_name("paramp")
+        paramp = [str(script)] if script.exists() else [str(python), "-m", "paramp"]
+        command = shlex.join([*paramp, "report", job.log_dir])
         reporter.say(f"for the page of this run: {command}")

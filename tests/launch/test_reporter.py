@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import termios
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,12 +71,19 @@ def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path, monkeypatch):
     assert "left" not in (tmp_path / "train.log").read_text()
 
 
-def test_a_run_ends_with_the_command_for_its_page(monkeypatch):
-    lines = []
-    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+def test_a_run_ends_with_the_command_for_its_page(monkeypatch, tmp_path):
+    lines, programs = [], tmp_path / ".venv/bin"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    announce_end(SimpleNamespace(say=lines.append), TrainConfig(log_dir="runs/a b"))
+    programs.mkdir(parents=True)
+    (programs / "paramp").touch()  # it is installed
     announce_end(SimpleNamespace(say=lines.append), TrainConfig(log_dir="runs/a b"))
     announce_end(SimpleNamespace(say=lines.append), TrainConfig())
-    assert lines == ["for the page of this run: .venv/bin/python -m paramp report 'runs/a b'"]
+    assert lines == [
+        "for the page of this run: .venv/bin/python -m paramp report 'runs/a b'",
+        "for the page of this run: .venv/bin/paramp report 'runs/a b'",
+    ]
 
 
 def test_memory_bytes_is_the_peak_of_this_process():

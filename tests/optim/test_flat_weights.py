@@ -165,7 +165,10 @@ def held_by(engine):
 
 
 BY_PAGE = functions_of("docs/memory.md")["bytes_a_parameter"]
-LIKE = {"32-true": "32-true", "16-mixed": "mixed", "16-naive": "naive", "bf16-naive": "naive", "bf16-true": "true"}
+LIKE = {"32-true": "32-true", "64-true": "64-true"}
+LIKE |= dict.fromkeys(("16-mixed", "bf16-mixed", "fp8-mixed"), "mixed")
+LIKE |= dict.fromkeys(("16-naive", "bf16-naive", "O2"), "naive")
+LIKE |= dict.fromkeys(("16-true", "bf16-true", "O3", "transformer-engine", "transformer-engine-float16"), "true")
 """How the page names the row of a mode."""
 
 
@@ -173,8 +176,9 @@ LIKE = {"32-true": "32-true", "16-mixed": "mixed", "16-naive": "naive", "bf16-na
 @pytest.mark.parametrize("mode", LIKE)
 def test_bytes_a_parameter(mode):
     """Those that docs/memory.md computes."""
-    for state in ("full", "bf16"):
-        for remainder in (False, True)[: 1 + mode.endswith("-naive")]:
+    assert LIKE.keys() == PRESETS.keys()
+    for state in ("full", "bf16")[: 1 + (mode != "64-true")]:
+        for remainder in (False, True)[: 1 + (LIKE[mode] == "naive")]:
             config = {"precision": mode, "optimizer_state": state} | ({"masters": "remainder"} if remainder else {})
             expected = BY_PAGE(LIKE[mode], bf16_state=state == "bf16", remainder=remainder)
             assert bytes_a_parameter(config) == pytest.approx(expected, rel=0.02)
@@ -183,8 +187,8 @@ def test_bytes_a_parameter(mode):
 @pytest.mark.real_sizes
 @on_ranks(2)
 def test_bytes_a_parameter_of_parts(world):
-    for mode in ("16-mixed", "bf16-naive"):
-        for state in ("full", "bf16"):
+    for mode in ("16-mixed", "bf16-naive", "O2", "bf16-true", "64-true", "fp8-mixed"):
+        for state in ("full", "bf16")[: 1 + (mode != "64-true")]:
             for parallel, parts in (({"data": {"shard": 2}}, {"shard": 2}), ({"zero": 1}, {"zero": 2})):
                 config = {"precision": mode, "optimizer_state": state, "parallel": parallel}
                 expected = BY_PAGE(LIKE[mode], **parts, bf16_state=state == "bf16")
@@ -199,10 +203,10 @@ def test_bytes_a_parameter_of_parts(world):
 def bytes_a_parameter(config, plan=None):
     """Of all that this rank holds after a step with AdamW, each storage once, over the whole model's parameters."""
     with paramp.launch_from_torch(config):
-        model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 300))
+        model = nn.Sequential(nn.Linear(320, 512), nn.Linear(512, 320))  # multiples of 16, for float8
         count = sum(parameter.numel() for parameter in model.parameters())
         engine = engine_of(model, optimizer=adamw, plan=plan)
-        train_step(engine, torch.ones(2, 300))
+        train_step(engine, torch.ones(2, 320))
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held_by(engine)}
         return sum(storages.values()) / count
 

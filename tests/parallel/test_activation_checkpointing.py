@@ -80,6 +80,9 @@ def test_bytes_that_a_block_keeps(world):
         ("16-mixed", "mixed", {}, "none"),
         ("16-mixed", "mixed", split, "none"),
         ("32-true", "32-true", {"tensor": 2}, "none"),
+        ("64-true", "64-true", {}, "none"),
+        ("fp8-mixed", "mixed", split, "none"),
+        ("O2", "naive", {"tensor": 2}, "none"),
         ("bf16-naive", "naive", split, "none"),
         ("bf16-naive", "naive", split, "full"),
     ):

@@ -1,4 +1,4 @@
-"""A GPT for `python -m paramp verify --exact`, with a fault of one ulp on one rank, which the key FAULT names.
+"""A GPT for `paramp verify --exact`, with a fault of one ulp on one rank, which the key FAULT names.
 
 FAULT is a table: ``kind`` (as in :data:`paramp.exact.verify_bits.tensor_trace.KINDS`), ``rank``, ``name`` (of a module
 or a parameter), and ``nth``, the forward of that rank in which it is, or for what a step changes the step.

@@ -18,6 +18,17 @@ def blocks(page: str, *languages: str) -> list[str]:
     return [body for language, body in BLOCK.findall(read(page)) if language in languages]
 
 
+def outputs(page: str) -> list[str | None]:
+    """What the page says that each Python block prints: a text block, before which a line ends in "prints:"."""
+    text, shown = read(page), []
+    for block in BLOCK.finditer(text):
+        if block[1] == "python":
+            between, _, body = text[block.end() :].partition("```text\n")
+            is_output = between.endswith("prints:\n\n") and "```" not in between
+            shown.append(body.partition("```")[0] if is_output else None)
+    return shown
+
+
 def functions_of(page: str) -> dict[str, Any]:
     """What the first Python block of ``page`` defines."""
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Models for `python -m paramp verify`, right ones and wrong ones."""
+"""Models for `paramp verify`, right ones and wrong ones."""
 
 from collections import OrderedDict
 from functools import partial

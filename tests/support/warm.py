@@ -162,8 +162,9 @@ def _start(place: Path, executable: str, package: str) -> None:
     client = CLIENT.format(
         python=sys.executable, folder=str(place), servers=SERVERS, libraries=libraries, package=package
     )
-    torchrun = f'#!/bin/sh\nexec "{place / "python"}" -m torch.distributed.run "$@"\n'
-    for name, text in {"python": client, "torchrun": torchrun}.items():
+    modules = {"torchrun": "torch.distributed.run", "paramp": "paramp"}
+    scripts = {name: f'#!/bin/sh\nexec "{place / "python"}" -m {module} "$@"\n' for name, module in modules.items()}
+    for name, text in {"python": client, **scripts}.items():
         (place / name).write_text(text)
         (place / name).chmod(0o755)
 

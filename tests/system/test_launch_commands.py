@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,12 +13,15 @@ import pytest
 from commands import PYTHON, ROOT, TORCHRUN, run, start, succeeded
 from families import family, long
 from network_hosts import ADDRESSES, Hosts
+from pages import blocks, read
 
 from paramp.distributed.rendezvous import free_port
 
 JOB = ("launch/train.py", "--tp", "2", "--pp", "2", "--precision", "32-true", "--batch-size", "8", "--seq-len", "16")
 JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8")
 MEET = [PYTHON, "tests/support/scripts/meet.py"]
+ON_THE_PAGE = next(block for block in blocks("docs/launching.md", "text") if "slots" in block)
+"""A hostfile."""
 SONAMES = {"openmpi": "libmpi.so.40", "mpich": "libmpi.so.12"}
 
 
@@ -98,10 +102,10 @@ def hosts():
 @family
 @long
 def test_mpirun_on_two_hosts(hosts, tmp_path, expected):
-    """With the example's hostfile, whose two hosts have these names."""
+    """With the page's hostfile, whose two hosts have these names."""
     shell = str(hosts.remote_shell(tmp_path))
     variables = {"PRTE_MCA_plm_ssh_agent": shell, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": shell}
-    command = [*hosts.on("node1"), "launch/mpirun.sh", "hostfile.example", "python", *JOB]
+    command = [*hosts.on("node1"), "launch/mpirun.sh", hostfile(tmp_path, ON_THE_PAGE), "python", *JOB]
     assert losses(command, tmp_path, **mpi_variables("mpich"), **variables) == expected
 
 
@@ -150,6 +154,10 @@ def test_a_port_in_use():
             assert f"cannot listen on port {where[2]}" in result.stderr
             assert "choose another port" in result.stderr
             assert other.wait(timeout=120) != 0
+
+
+def test_the_pages_hostfile_is_the_example():
+    assert re.sub("^#.*\n", "", read("hostfile.example"), flags=re.MULTILINE) == ON_THE_PAGE
 
 
 def test_what_the_hostfiles_lines_mean(tmp_path):

@@ -1,4 +1,4 @@
-"""``python -m paramp plot``: the contents of the figure, and the errors for files that cannot be read."""
+"""``paramp plot``: the contents of the figure, and the errors for files that cannot be read."""
 
 import json
 
