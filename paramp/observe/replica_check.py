@@ -191,7 +191,7 @@ class Replicas:
         """Masters, averages and optimizer state of the parameters that this rank steps.
 
         Under ZeRO they differ between data ranks, and stages shard their copies of a tied parameter independently. Of
-        a matrix that is stepped whole, one tensor rank has the state.
+        a matrix that is stepped whole, one of the ranks that exchange it has the state.
         """
         for param in flat.params:
             if param.stepped is None:
@@ -204,17 +204,18 @@ class Replicas:
                 yield _Compared(kind, param.name, group, partial(list, (values,)), tie)
         for weights in flat.by_optimizer:
             for param, stepped in weights.pairs():
-                weight, owned = of_weights[param.name], weights.exchange is not None
-                group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, owned=owned)
+                weight, exchange = of_weights[param.name], weights.exchange
+                axes = exchange.axes if exchange is not None and param in exchange.owned else ()
+                group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, exchanged=axes)
                 yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
 
     def _group_of_stepped(
-        self, weight: _Compared, *, partitioned: bool, owned: bool = False
+        self, weight: _Compared, *, partitioned: bool, exchanged: Sequence[str] = ()
     ) -> tuple[ReplicaGroup, TiedParameter | None]:
-        if not (partitioned or owned):
+        if not (partitioned or exchanged):
             return weight.group, weight.tie
-        differ = self._context.axes_of("stage", *(BATCH_ROLES if partitioned else ()), *(("tensor",) if owned else ()))
-        return self._group(set(weight.group.axes).difference(differ)), None
+        differ = self._context.axes_of("stage", *(BATCH_ROLES if partitioned else ()))
+        return self._group(set(weight.group.axes).difference(differ, exchanged)), None
 
     def _stage_of(self, rank: int) -> int:
         """The coordinate of ``rank`` on the pipeline axis; 0 if there is none."""

@@ -243,7 +243,7 @@ class OptimizerWeights:
         return {stepped: partial(self._bits, param) for param, stepped in self.pairs()}
 
     def _bits(self, param: FlatParam, word: int) -> torch.Tensor:
-        if self.exchange is None:
+        if self.exchange is None or param in self.exchange.stay:
             return next(param.buffer.random_bits(param.own_range))[1](word)
         assert param.bits is not None
         return param.bits(torch.arange(param.parameter.numel(), device=self.device), word)
@@ -251,7 +251,7 @@ class OptimizerWeights:
     def pairs(self) -> Iterable[tuple[FlatParam, nn.Parameter]]:
         """(parameter, tensor that is stepped in its place) of each parameter of which this rank steps a part or all."""
         if self.exchange is not None:
-            return self.exchange.owned.items()
+            return self.exchange.pairs()
         return ((param, param.stepped) for param in self.params if param.stepped is not None)
 
     def by_name(self) -> dict[str, nn.Parameter]:

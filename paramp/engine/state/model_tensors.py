@@ -72,10 +72,13 @@ class ParamChunks:
         """Whether this rank, of the ranks that hold the same elements, writes what it steps of a parameter."""
         return self.writes_whole(param) and self.is_first_copy(param.parameter)
 
-    def writes_whole(self, param: FlatParam) -> bool:
-        """As :meth:`writes`, if one rank of the tensor axis has what is written."""
+    def writes_whole(self, param: FlatParam, exchanged: Sequence[str] = ()) -> bool:
+        """As :meth:`writes`, if of the ranks along ``exchanged``, such as the tensor axis, this one alone has it."""
         if any(tie.parameter is param.parameter and not tie.owner for tie in self.ties):
             return False
+        if not self.weights.is_partitioned and set(exchanged).intersection(self.context.axes_of(*BATCH_ROLES)):
+            copies = set(replicated_axes(param.parameter, self.context)).difference(exchanged)
+            return all(self.context.coordinates[axis] == 0 for axis in copies)
         # Under ZeRO each data rank writes its own part; else one of the data ranks that have the same elements writes.
         return self.weights.is_partitioned or param.parameter in self._written
 

@@ -91,7 +91,8 @@ class OptimizerState:
 
     def _is_whole(self, param: FlatParam) -> bool:
         """Whether one rank steps all of ``param``, with shards from others."""
-        return self._weights[param.optimizer].exchange is not None
+        exchange = self._weights[param.optimizer].exchange
+        return exchange is not None and param in exchange.owned
 
     def _name(self, param: FlatParam, key: str) -> str:
         return f"{OPTIMIZER}{self._params.first_names[param.name]}.{key}"
@@ -105,7 +106,9 @@ class OptimizerState:
                 f"{name}: got {type(value).__name__} as state, expected tensors and numbers with names without a dot"
             )
         if self._is_whole(param):
-            return whole_chunk(name, value, written=self._params.writes_whole(param))
+            exchange = self._weights[param.optimizer].exchange
+            assert exchange is not None
+            return whole_chunk(name, value, written=self._params.writes_whole(param, exchange.axes))
         if value.shape == stepped.shape:  # elementwise, such as a moment: sliced like the weight
             return self._params.trained(param, name, value)
         whole = param.own == (0, math.prod(self._params.shapes[param.name]))

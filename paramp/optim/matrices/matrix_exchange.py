@@ -47,13 +47,23 @@ class MatrixExchange:
         params: the parameters that the optimizer steps, of which this rank holds slices.
         owned: those that this rank owns, and the tensors that the optimizer steps in their place: of the shape in the
             whole model. Between steps these are placeholders without memory; their values are NaN.
+        stay: those that every rank steps where they are.
+        axes: the mesh's axes along which ranks exchange matrices.
     """
 
-    def __init__(self, params: Sequence[FlatParam], shapes: Mapping[str, torch.Size], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        params: Sequence[FlatParam],
+        shapes: Mapping[str, torch.Size],
+        group: dist.ProcessGroup,
+        axes: Sequence[str] = (),
+        stay: Sequence[FlatParam] = (),
+    ) -> None:
         """A collective of ``group``, whose ranks have the same ``params``.
 
         ``shapes``: in the whole model, by name; a tensor-parallel style may store other shapes.
         """
+        self.axes, self.stay = axes, stay
         dtypes = [param.buffer.masters.dtype for param in params]  # those of optimizer state
         self.params = params
         self._group = group
@@ -67,6 +77,11 @@ class MatrixExchange:
         self.owned = {
             params[index]: _stepped(params[index], self._shapes[index], dtypes[index]) for index in self._mine
         }
+
+    def pairs(self) -> list[tuple[FlatParam, nn.Parameter]]:
+        """(parameter, tensor that is stepped in its place) of all that this rank steps."""
+        staying = ((param, param.stepped) for param in self.stay)
+        return [*self.owned.items(), *((param, stepped) for param, stepped in staying if stepped is not None)]
 
     def to_owners(self, slices: Sequence[torch.Tensor]) -> dict[FlatParam, torch.Tensor]:
         """The whole matrices that this rank owns; one all-to-all.

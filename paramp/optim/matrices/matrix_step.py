@@ -9,18 +9,19 @@ import torch
 
 from ...base.collectives import gather_objects
 from ...distributed.context import BATCH_ROLES, ParallelContext
+from ...distributed.replicated_axes import replicated_axes
 from ...scaling.replica_counts import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
 from .matrix_exchange import MatrixExchange, placeholder
-from .whole_matrix_trial import needs_whole_matrices
+from .whole_matrix_trial import needs_whole_matrices, steps_slices_alone
 
 
 class MatrixStep:
     """The optimizer's own ``step()``, within ``state``, on each matrix's owner. The host reads whether to skip it.
 
     Owners hold the optimizer's state of their matrices. Masters stay where they are: the owner gets them with the
-    gradients, and returns them stepped. Three all-to-alls a step.
+    gradients, and returns them stepped. Three all-to-alls a step. Matrices that stay are stepped where they are.
     """
 
     calls_optimizer = True
@@ -35,36 +36,41 @@ class MatrixStep:
     @torch.no_grad()
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`~paramp.optim.fused_step.FusedStep.__call__`."""
-        skips = bool(found_inf)  # the host waits
-        if skips:
+        if bool(found_inf):  # the host waits
             self._weights.changes.postpone()
-        if skips or not self._exchange.params:
             return
         compare = self._weights.changes.due
-        params = self._exchange.params
+        params, stay, owned = self._exchange.params, self._exchange.stay, self._exchange.owned
         masters = [param.buffer.masters.read(param.own_range, compare=compare) for param in params]
-        gradients = self._exchange.to_owners(self._unscaled(grad_scale))
-        values = self._exchange.to_owners(masters)
-        for param, stepped in self._exchange.owned.items():
-            stepped.data = values.pop(param)
-            stepped.grad = None if param in absent else gradients.pop(param)
+        staying = [param.buffer.masters.read(param.own_range, compare=compare) for param in stay]  # what is stepped
+        gradients = dict(zip(stay, self._unscaled(stay, grad_scale), strict=True))
+        if params:
+            gradients |= self._exchange.to_owners(self._unscaled(params, grad_scale))
+            for param, value in self._exchange.to_owners(masters).items():
+                owned[param].data = value
+        for param, stepped in self._exchange.pairs():
+            gradient = gradients.pop(param)
+            stepped.grad = None if param in absent else gradient.view(stepped.shape)
         try:
             with self._state:
                 self._optimizer.step()
-            wholes = {param: stepped.detach() for param, stepped in self._exchange.owned.items()}
+            wholes = {param: stepped.detach() for param, stepped in owned.items()}
         finally:
-            for stepped in self._exchange.owned.values():
-                stepped.grad, stepped.data = None, placeholder(stepped.shape, stepped.dtype, stepped.device)
+            for param, stepped in self._exchange.pairs():
+                stepped.grad = None
+                if param in owned:
+                    stepped.data = placeholder(stepped.shape, stepped.dtype, stepped.device)
         new = [torch.empty_like(master) for master in masters]
-        self._exchange.from_owners(wholes, new)
-        for param, master in zip(params, new, strict=True):
+        if params:
+            self._exchange.from_owners(wholes, new)
+        for param, master in zip([*params, *stay], [*new, *staying], strict=True):
             param.buffer.masters.write(param.own_range, master)
         self._weights.gather_weights()
 
-    def _unscaled(self, grad_scale: torch.Tensor) -> list[torch.Tensor]:
+    def _unscaled(self, params: Sequence[FlatParam], grad_scale: torch.Tensor) -> list[torch.Tensor]:
         """What this rank holds of each gradient, divided by ``grad_scale``; in the dtype of the optimizer's state."""
         unscaled = []
-        for param in self._exchange.params:
+        for param in params:
             gradient = param.stepped_gradient
             wide = torch.promote_types(gradient.dtype, torch.float32)  # in half precision the scale may overflow
             unscaled.append(gradient.to(wide).div(grad_scale).to(param.buffer.masters.dtype))
@@ -79,6 +85,7 @@ def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], co
 
     Owners are among the ranks that together hold one replica of the shards, so nothing goes between replicas: they step
     the same matrices and get the same bits. Under ZeRO all data ranks have different parts, and owners are among all.
+    Stacks of matrices that an optimizer steps one by one stay where they are, if each rank has whole ones: experts.
 
     Raises:
         ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
@@ -86,15 +93,42 @@ def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], co
     roles: list[Role] = [*(BATCH_ROLES if weights.is_partitioned else ())]
     roles += ["shard"] if context.config.parallel.shard > 1 else []
     roles += ["tensor"] if context.tensor_axis.size > 1 else []
-    if not roles and context.stage_axis.size == 1:
+    if not (roles or context.axes_of("expert")) and context.stage_axis.size == 1:
         return
-    own = [needs_whole_matrices(one.optimizer, context.device) for one in weights.by_optimizer]
-    tried = [any(ranks) for ranks in zip(*gather_objects(own), strict=True)]
-    if not roles or not any(tried):
-        return
-    group = context.make_group("matrices", context.ranks_along(context.axes_of(*roles)))
-    assert group is not None
-    for one, is_needed in zip(weights.by_optimizer, tried, strict=True):
-        if is_needed:
-            params = [param for param in one.params if param.group != NO_GROUP]
-            one.exchange = MatrixExchange(params, shapes, group)
+    own = [_needs(one, context) for one in weights.by_optimizer]
+    tried = [tuple(map(any, zip(*ranks, strict=True))) for ranks in zip(*gather_objects(own), strict=True)]
+    for one, (is_needed, over_experts) in zip(weights.by_optimizer, tried, strict=True):
+        axes = context.axes_of(*roles, *(("expert",) if over_experts else ()))
+        if not is_needed or not axes:
+            continue
+        group = context.make_group(f"matrices over {axes}", context.ranks_along(axes))
+        assert group is not None
+        stay = [] if over_experts else [param for param in one.params if _has_whole_experts(param, context)]
+        params = [param for param in one.params if param.group != NO_GROUP and param not in stay]
+        if params or not stay:
+            one.exchange = MatrixExchange(params, shapes, group, axes, stay)
+
+
+def _needs(weights: OptimizerWeights, context: ParallelContext) -> tuple[bool, bool]:
+    """Whether an optimizer needs whole matrices, and whether also those that are shared along the expert axis."""
+    if not needs_whole_matrices(weights.optimizer, context.device):
+        return False, False
+    experts = [
+        param for param in weights.params if param.group != NO_GROUP and _is_sharded(param, ("expert",), context)
+    ]
+    if not all(_has_whole_experts(param, context) for param in experts):
+        return True, True
+    kinds = {(param.group, param.parameter.ndim) for param in experts}
+    return True, not steps_slices_alone(weights.optimizer, kinds, context.device)
+
+
+def _has_whole_experts(param: FlatParam, context: ParallelContext) -> bool:
+    """Whether this rank steps slices along dim 0 of a stack of experts, each of them whole."""
+    others = "replicate", "shard", "context", "tensor"
+    whole = param.own == (0, param.size) and not _is_sharded(param, others, context)
+    return whole and param.group != NO_GROUP and _is_sharded(param, ("expert",), context)
+
+
+def _is_sharded(param: FlatParam, roles: Sequence[Role], context: ParallelContext) -> bool:
+    """Whether the ranks along the axes of ``roles`` have different shards of a parameter."""
+    return not set(context.axes_of(*roles)).issubset(replicated_axes(param.parameter, context))

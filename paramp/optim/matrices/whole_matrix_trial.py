@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ LEARNING_RATE = 0.1
 """In place of the group's, which a warmup may have set to 0."""
 
 Matrices = Sequence[torch.Tensor]
+Halved = Callable[[torch.Tensor], Matrices]
 
 
 def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -51,6 +52,21 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
     with forked(device):
         found = [_tried(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer)]
     return any(found)
+
+
+def steps_slices_alone(
+    optimizer: torch.optim.Optimizer, kinds: Iterable[tuple[int, int]], device: torch.device
+) -> bool:
+    """Whether ``optimizer`` steps each slice along dim 0 of a tensor by itself, as a Muon does for stacks of matrices.
+
+    ``kinds``: the index of the param group and the number of dims of each tensor. Tried as in
+    :func:`needs_whole_matrices`.
+    """
+    with forked(device):
+        return not any(
+            _tried(optimizer, _options(optimizer.param_groups[group]), ndim, device, of_matrices=(_rows,))
+            for group, ndim in sorted(set(kinds))
+        )
 
 
 def copies_weights(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -82,8 +98,17 @@ def _shape(ndim: int) -> tuple[int, ...]:
     return (SHAPE[0], -1, *[2] * (ndim - 2)) if ndim > 1 else (-1,)
 
 
-def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int, device: torch.device) -> bool:
-    """As :func:`needs_whole_matrices`, with the options of one group and a tensor of ``ndim`` dims."""
+def _tried(
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    ndim: int,
+    device: torch.device,
+    of_matrices: Sequence[Halved] | None = None,
+) -> bool:
+    """As :func:`needs_whole_matrices`, with the options of one group and a tensor of ``ndim`` dims.
+
+    ``of_matrices``: how tensors of several dims are halved. None: in each way that ranks may shard them.
+    """
     shape = _shape(ndim)
     for dtype in (torch.float64, torch.float32):  # some kernels are for float32 only
         weight, other, *gradients = (one.view(shape) for one in _matrices(dtype, device))
@@ -103,7 +128,7 @@ def _tried(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int,
                 "an estimate of the learning rate does, but ranks have different ones; turn that off "
                 "(clip_grad_norm in the configuration clips by the norm of the whole model)"
             )
-        halves = HALVES if ndim > 1 else HALVES[-1:]
+        halves = of_matrices or HALVES if ndim > 1 else HALVES[-1:]
         return not all(_same_in_halves(optimizer, options, weight, gradients, whole, halved) for halved in halves)
     return True
 
@@ -130,7 +155,7 @@ def _same_in_halves(
     weight: torch.Tensor,
     gradients: Matrices,
     whole: torch.Tensor,
-    halved: Callable[[torch.Tensor], Matrices],
+    halved: Halved,
 ) -> bool:
     """Whether two copies of ``optimizer`` that step a half each get to the halves of ``whole``."""
     parts = [halved(weight), halved(whole), *(halved(one) for one in gradients)]
@@ -162,14 +187,20 @@ def _distinct_options(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, 
     """The options of each group, without groups that differ in the learning rate only, with each number of dims."""
     found: dict[tuple[str, int], tuple[dict[str, Any], int]] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if "lr" in options:
-            rate = options["lr"]
-            options["lr"] = torch.full_like(rate, LEARNING_RATE) if torch.is_tensor(rate) else LEARNING_RATE
+        options = _options(group)
         shown = repr({key: value for key, value in options.items() if key != "initial_lr"})
         for ndim in sorted({parameter.ndim for parameter in group["params"]}):
             found.setdefault((shown, ndim), (options, ndim))
     return list(found.values())
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, with the learning rate of a trial."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if "lr" in options:
+        rate = options["lr"]
+        options["lr"] = torch.full_like(rate, LEARNING_RATE) if torch.is_tensor(rate) else LEARNING_RATE
+    return options
 
 
 def _stepped(

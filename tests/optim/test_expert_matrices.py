@@ -1,0 +1,141 @@
+"""Optimizers of whole matrices on the expert axis, against one process that has each expert as a 2-dim parameter."""
+
+import pytest
+import torch
+from families import cases, family
+from lamb import Lamb
+from pool import on_ranks, shared_folder
+from reference import assert_trained, local
+from small_engines import engine_of, own_part
+from small_mixture import NUM_EXPERTS, PLAN, WIDTH, layers, tokens
+from torch import nn
+from torch.nn import functional as F
+
+import paramp
+
+
+class StackedMuon(torch.optim.Optimizer):
+    """That of docs/step.md."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for stack in group["params"]:
+                if stack.grad is not None:
+                    momenta = self.state[stack].setdefault("momentum_buffer", torch.zeros_like(stack))
+                    matrices = [nn.Parameter(one) for one in stack.detach()]
+                    newton_schulz = torch.optim.Muon(matrices, **{key: group[key] for key in self.defaults})
+                    for one, gradient, momentum in zip(matrices, stack.grad, momenta, strict=True):
+                        one.grad, newton_schulz.state[one]["momentum_buffer"] = gradient, momentum
+                    newton_schulz.step()
+
+
+def split(model):
+    """The vectors, the matrices, and the stacks of these."""
+    return [[one for one in model.parameters() if one.ndim == ndim] for ndim in (1, 2, 3)]
+
+
+def muon(model):
+    vectors, matrices, stacks = split(model)
+    adamw = torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)
+    return [StackedMuon(stacks, lr=0.02), torch.optim.Muon(matrices, lr=0.02), adamw]
+
+
+def lamb(model):
+    """The norm of a stack is that of all its experts."""
+    return [Lamb(model.parameters(), lr=0.01)]
+
+
+def adafactor(model):
+    return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
+
+
+def one_process(make, steps):
+    """The weights after a plain loop in fp64; Muon has each expert as a parameter of its own."""
+    model = layers().double()
+    stacks = {name: one for name, one in model.named_parameters() if one.ndim == 3}
+    experts = {name: [nn.Parameter(matrix.detach().clone()) for matrix in stack] for name, stack in stacks.items()}
+    if make is muon:
+        vectors, matrices, _ = split(model)
+        matrices += [one for stack in experts.values() for one in stack]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)]
+    else:
+        optimizers, experts = make(model), {}
+    for step in range(steps):
+        model.zero_grad()
+        F.mse_loss(model(tokens(seed=step).double()), torch.zeros(16, WIDTH, dtype=torch.float64)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for name, matrices in experts.items():
+            for index, matrix in enumerate(matrices):
+                matrix.grad = stacks[name].grad[index]
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, matrices in experts.items():
+            stacks[name].data.copy_(torch.stack([one.detach() for one in matrices]))
+    return model.state_dict()
+
+
+def train(engine, steps):
+    for step in steps:
+        engine.zero_grad()
+        engine.forward_backward(*own_part(engine.context, tokens(seed=step).double(), torch.zeros(16, WIDTH).double()))
+        assert engine.step().stepped
+
+
+LAYOUTS = {
+    "ep4": {"expert": 4},
+    "dp2·ep2": {"data": 4, "expert": 2},
+    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
+    "ep2·tp2": {"expert": 2, "tensor": 2},
+    "ep2·pp2": {"expert": 2, "pipeline": 2},
+}
+TENSOR = {"*.up": "colwise", "*.down": "rowwise"}
+MAKES = {"muon": muon, "lamb": lamb, "adafactor": adafactor}
+EVERYTHING = [(one, other, make) for one in LAYOUTS for other in LAYOUTS for make in MAKES if one != other]
+PART = [("ep2·tp2", "ep4", "muon"), ("ep4", "ep2·tp2", "lamb")]
+
+
+@family
+@pytest.mark.parametrize(("first", "second", "make"), cases("whole matrices of experts", EVERYTHING, PART, 2))
+@on_ranks(4)
+def test_stacks_are_stepped_as_on_one_process(world, first, second, make):
+    """Two steps in one layout, and after a checkpoint two in another."""
+    folder = shared_folder()
+    for number, layout in enumerate((first, second)):
+        parallel = LAYOUTS[layout]
+        config = {"parallel": parallel, "precision": "64-true", "clip_grad_norm": 0.1}
+        with paramp.launch_from_torch(config):
+            model = layers()
+            plan = PLAN | (TENSOR if "tensor" in parallel else {})
+            engine = engine_of(model, optimizer=MAKES[make](model), plan=plan)
+            if number:
+                train(engine, [20])  # what it has done before a load does not matter
+                engine.load(f"{folder}/saved")
+            train(engine, range(2 * number, 2 * number + 2))
+            assert engine.check_replicas() == []
+            engine.save(f"{folder}/saved")
+            found = engine.full_state_dict()
+    assert_trained(found, one_process(MAKES[make], 4), layers().state_dict(), atol=1e-12, what=make)
+
+
+@on_ranks(4)
+def test_each_rank_orthogonalizes_its_experts_whole(world):
+    """A stack that is stepped matrix by matrix does not travel; here with masters of half-precision weights."""
+    config = {"parallel": {"expert": 2, "tensor": 2}, "precision": {"mode": "16-naive", "init_scale": 128.0}}
+    with paramp.launch_from_torch(config | {"clip_grad_norm": 0.1}):
+        model = layers()
+        engine = engine_of(model, optimizer=muon(model), plan=PLAN | TENSOR)
+        engine.forward_backward(*own_part(engine.context, tokens(seed=0).half(), torch.zeros(16, WIDTH).half()))
+        assert engine.step().stepped
+        momenta = [state["momentum_buffer"].shape for state in engine.optimizer[0].state.values()]
+        assert momenta == [(NUM_EXPERTS // 2, WIDTH, WIDTH)] * 2
+        found = engine.full_state_dict()
+        for name, weight in engine.named_parameters():
+            master = found[name].chunk(2)[engine.context.coordinates["ep"]] if "experts" in name else None
+            assert master is None or torch.equal(local(weight), master.half())
+    begun, expected = layers().state_dict(), one_process(muon, 1)
+    for name in ("0.experts.weight", "1.experts.weight"):  # from gradients in half precision
+        assert (found[name] - expected[name]).norm() < 0.1 * (begun[name] - expected[name]).norm(), name
