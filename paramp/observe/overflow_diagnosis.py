@@ -16,6 +16,7 @@ from ..base.errors import ConfigError, TrainingDiverged
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
+from .expert_tokens import stacked_parameters
 from .loops_without_engine import OwnModel, agreed_context, checked_scale
 from .overflow_record import RecordedBatch, WindowRecord, record_batch
 from .overflow_trace import Tracer, owner_of
@@ -65,7 +66,7 @@ def diagnose_overflow(
         raise RuntimeError("diagnose_overflow: no step was skipped; call it after one that was, before the next batch")
     step_scale = window.scale
     indices = context.local_stages if context else [0]
-    stage_of = _stages_of_parameters(window, indices)
+    stage_of, stacks = _stages_of_parameters(window, indices), stacked_parameters(window.stages.module)
 
     def run(scale: torch.Tensor) -> Tracer:
         tracer = Tracer(window.stages, indices, context, in_function=in_function)
@@ -78,7 +79,7 @@ def diagnose_overflow(
 
     def find() -> tuple[NonFiniteGradient, ...]:
         named = ((plain_name(name), parameter) for name, parameter in window.stages.module.named_parameters())
-        everyone = gather_findings(find_gradients(named, context, stage_of))
+        everyone = gather_findings(find_gradients(named, context, stage_of, stacks))
         return tuple(gradient for of_rank in everyone for gradient in of_rank)
 
     try:
@@ -90,7 +91,10 @@ def diagnose_overflow(
         problem = f"the rerun failed: {failure}" if failure else FINITE_AGAIN if origin is None else ""
         compiled = any(map(is_compiled, window.stages.modules()))
         unknown = "; ".join(filter(None, (problem, EAGERLY if compiled else "")))  # for the hooks
-        return OverflowReport(float(step_scale), (non_finite or of_step) if problem else non_finite, origin, unknown)
+        gradients_of = (non_finite or of_step) if problem else non_finite
+        if origin is not None and origin.during != "forward":
+            origin = replace(origin, experts=_experts_of(origin, non_finite))
+        return OverflowReport(float(step_scale), gradients_of, origin, unknown, tracer.experts.everywhere())
     finally:
         gradients.drop()
 
@@ -116,6 +120,12 @@ def _find_origin(
         helped = float(step_scale) > 1 and run(torch.ones_like(step_scale)).seen.origin() is None
         origin = replace(origin, helped_by_scale=helped)
     return tracer, origin, non_finite
+
+
+def _experts_of(origin: Origin, gradients: Iterable[NonFiniteGradient]) -> tuple[int, ...]:
+    """The experts whose gradients are not finite, if the module of ``origin`` is a stack of experts."""
+    found = [one for one in gradients if owner_of(one.name) == origin.module]
+    return tuple(sorted({expert for one in found for expert in one.experts}))
 
 
 def _stages_of_parameters(window: WindowRecord, indices: Sequence[int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from ..distributed.context import ParallelContext
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
+from .expert_tokens import ExpertTokens
 
 expect("torch._C._autograd")
 
@@ -53,7 +54,7 @@ AFTER_NODES: Position = (1, 0, 0)
 PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 """Names of autograd nodes that may lie between a parameter and its use: casts and views."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-COLLECTIVES = ("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll")
+COLLECTIVES = ("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll", "ExchangeRows")
 """Substrings of the names of nodes whose gradients may come from other ranks."""
 
 
@@ -112,7 +113,7 @@ class Sightings:
         Args:
             position: in the sequence of checks of the pass and stage. Comparable between tensor ranks.
             received: whether it was seen in the inputs of the module or operation.
-            details: ``parameter``, ``weight`` and ``operation`` of the :class:`Origin`.
+            details: ``parameter``, ``weight``, ``operation`` and ``experts`` of the :class:`Origin`.
         """
         backward = during != "forward"
         if (at, backward) in self._first:
@@ -229,6 +230,8 @@ class Tracer:
                 self._parameters.setdefault(names.setdefault(id(used), plain_name(name)), used)
         self._graph = GraphHooks(names, self.seen)
         self._handles: list[RemovableHandle] = []
+        self.experts = ExpertTokens(context)
+        self._following = ExitStack()
         self._kind, self._at = "", StagePass(-1, 0, 0)  # the current span
         self._num_checks = 0
         self._running: list[str] = []  # the stack of running modules
@@ -294,6 +297,7 @@ class Tracer:
     # ---- hooks
 
     def __enter__(self) -> Tracer:
+        self._following.enter_context(self.experts.following())
         done: set[int] = set()
         for stage in self._stages.values():
             self._handles.append(stage.register_forward_hook(self._after_stage))
@@ -310,6 +314,7 @@ class Tracer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._following.close()
         for handle in self._handles:
             handle.remove()
 
@@ -334,6 +339,7 @@ class Tracer:
             bad = self._check(self._batch, others, masks=True, received=True) or bad
         if bad:
             self._meet(name)
+        self.experts.begin(name, module, args)
         self._running.append(name)
         self._graph.begin(name)
 
@@ -387,7 +393,9 @@ class Tracer:
         self._meet(name)
         weights = module.named_parameters(recurse=False) if module is not None else ()
         weight = next((name for name, parameter in weights if flaw(parameter)), None)
-        self.seen.add("forward", name, bad, self._at, (self._num_checks, 0, 0), received=received, weight=weight)
+        experts = self.experts.blamed(module, bad) if module is not None else ()
+        details = {"weight": weight, "experts": experts}
+        self.seen.add("forward", name, bad, self._at, (self._num_checks, 0, 0), received=received, **details)
         return True
 
     def _meet(self, module: str) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, replace_forward, with_parameters
+from .expert_rows import SEE_ROWS
 from .tensor.differentiable_collectives import local_shard
 from .tensor.linear import distribute
 
@@ -134,6 +135,8 @@ def dispatched(
     else:  # the ranks that have rows wait for this one in the backward
         rows = cast(torch.Tensor, _NoRows.apply(rows, *shards.values()))
     rows = _exchange(rows, sent, taken, group)
+    if (see := SEE_ROWS.get()) is not None:
+        see(rows.detach(), chosen[order])
     weighted = rows * weights.reshape(-1)[order].unsqueeze(1)
     return torch.zeros_like(tokens).index_add_(0, token, weighted.to(tokens.dtype))
 

@@ -5,15 +5,15 @@ To find the origin of a value that is not finite, the batch is run again (:mod:`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ..base.collectives import gather_objects
-from ..base.dtensor import local
+from ..base.dtensor import is_dtensor, local, own_part
 from .replica_counts import World
 
 Kind = Literal["NaN", "inf"]
@@ -59,11 +59,15 @@ class NonFiniteGradient:
     """Elements that the rank holds."""
     largest: float
     """The largest finite magnitude in ``.grad``, not unscaled; 0 if there is none."""
+    experts: tuple[int, ...] = ()
+    """Of a stack of experts: the indices, in the whole stack, of those whose gradients are not finite."""
 
-    def describe(self, scale: float) -> str:
-        """One line; ``scale`` is the scale that the gradient carries."""
+    def describe(self, scale: float, tokens: Mapping[str, Sequence[int]]) -> str:
+        """One line; ``scale`` is the scale that the gradient carries, ``tokens`` as in :class:`OverflowReport`."""
         size = "" if self.count == self.size else f"; {_size(self.largest, 'the others', scale)}"
-        return f"gradient of {self.name} on {self.place}: {self.kind}, {self.count} of {self.size} elements{size}"
+        experts = _experts(self.experts, tokens.get(self.name.rpartition(".")[0], ()), ", of ")
+        count = f"{self.count} of {self.size} elements{experts}"
+        return f"gradient of {self.name} on {self.place}: {self.kind}, {count}{size}"
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,11 @@ class Origin:
     """In the backward: autograd's name of the operation that computed the value."""
     helped_by_scale: bool | None = None
     """In the backward: whether everything is finite at a loss scale of 1. None if that was not tried."""
+    experts: tuple[int, ...] = ()
+    """If the module is a stack of experts: the indices of those that may have produced the value."""
 
-    def describe(self, scale: float) -> str:
-        """The cause and the remedy."""
+    def describe(self, scale: float, tokens: Mapping[str, Sequence[int]]) -> str:
+        """The cause and the remedy; ``tokens`` as in :class:`OverflowReport`."""
         if self.during == "sum over ranks":
             return (
                 f"overflow in the sum over ranks: the gradient of {self.parameter} is finite on each rank and "
@@ -106,15 +112,16 @@ class Origin:
                 f"of {where} was added; set grad_dtype to 'float32' (with parallel.data.shard: reduce_dtype), or lower "
                 "the initial scale"
             )
+        module = self.module + _experts(self.experts, tokens.get(self.module, ()), " in ")
         if self.during == "forward":
             weight = "" if self.weight is None else f"; its {self.weight} is not finite itself"
-            return f"no scale helps: {self.module} produced {self.kind} in the forward of {where}{weight}"
+            return f"no scale helps: {module} produced {self.kind} in the forward of {where}{weight}"
         what = "" if self.parameter is None else f" in the gradient of {self.parameter}"
         if self.helped_by_scale is False:
             also = "" if scale == 1 else ", and does so without loss scaling too"
-            return f"no scale helps: {self.module} produced {self.kind}{what} in the backward of {where}{also}"
+            return f"no scale helps: {module} produced {self.kind}{what} in the backward of {where}{also}"
         return (
-            f"backward overflow in {self.module}: {self.kind}{what} in {where} at a loss scale of {scale:g}: lower the "
+            f"backward overflow in {module}: {self.kind}{what} in {where} at a loss scale of {scale:g}: lower the "
             "learning rate or the initial scale"
         )
 
@@ -132,6 +139,9 @@ class OverflowReport:
     """None if the batch was not run again, or if that run gave only finite values."""
     unknown: str = ""
     """What could not be determined, and why."""
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """How many tokens each expert got in the batches that were run again, on all data ranks, by the name of the stack;
+    a token that is computed again for activation checkpointing counts once."""
     scaled: bool = True
     """Whether the gradients are known to carry the scale; a scaler may have unscaled them already."""
 
@@ -159,7 +169,7 @@ class OverflowReport:
     def __str__(self) -> str:
         lines = []
         if self.origin is not None:
-            lines += [self.origin.describe(self.scale), _size(self.origin.largest, "it")]
+            lines += [self.origin.describe(self.scale, self.tokens), _size(self.origin.largest, "it")]
         elif self.gradients:
             kinds = " and ".join(sorted({gradient.kind for gradient in self.gradients}))
             lines.append(
@@ -169,10 +179,17 @@ class OverflowReport:
         if self.unknown:
             lines.append(self.unknown)
         scale = self.scale if self.scaled else 1.0
-        lines += [gradient.describe(scale) for gradient in self.closest]
+        lines += [gradient.describe(scale, self.tokens) for gradient in self.closest]
         if len(self.gradients) > SHOWN:
             lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
         return "\n  ".join(lines) or "no gradient that is not finite was found"
+
+
+def _experts(indices: Sequence[int], tokens: Sequence[int], before: str) -> str:
+    """``expert 3 (17 tokens)`` after ``before``; nothing for no indices."""
+    named = [f"{index} ({tokens[index]} tokens)" if index < len(tokens) else str(index) for index in indices[:SHOWN]]
+    named += [f"{len(indices) - SHOWN} more"] * (len(indices) > SHOWN)
+    return f"{before}expert{'s' * (len(named) > 1)} {', '.join(named)}" if named else ""
 
 
 def _size(largest: float, what: str, scale: float = 1.0) -> str:
@@ -210,24 +227,37 @@ def find_gradients(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     context: World | None = None,
     stages: Mapping[str, int] | None = None,
+    stacks: Collection[str] = (),
 ) -> list[NonFiniteGradient]:
     """This rank's gradients that are not finite; one synchronisation of the device.
 
     Args:
         stages: the pipeline stage of each parameter, by name. Missing names, or None: the rank's first stage.
+        stacks: the names of the parameters that are stacks of experts.
     """
-    gradients = [(name, parameter.grad) for name, parameter in named_parameters if parameter.grad is not None]
+    found = [(name, parameter, parameter.grad) for name, parameter in named_parameters]
+    gradients = [(name, parameter, gradient) for name, parameter, gradient in found if gradient is not None]
     if not gradients:
         return []
-    device = gradients[0][1].device
-    finite = torch.stack([_values(gradient).isfinite().all().to(device) for _, gradient in gradients]).tolist()
+    device = gradients[0][2].device
+    finite = torch.stack([_values(gradient).isfinite().all().to(device) for *_, gradient in gradients]).tolist()
     non_finite = []
-    for (name, gradient), is_finite in zip(gradients, finite, strict=True):
+    for (name, parameter, gradient), is_finite in zip(gradients, finite, strict=True):
         if kind := None if is_finite else flaw(gradient):
             place, values = RankCoordinates.here(context, (stages or {}).get(name)), _values(gradient)
-            count = int((~values.isfinite()).sum())
-            non_finite.append(NonFiniteGradient(name, place, kind, count, values.numel(), largest_finite(gradient)))
+            count, largest = int((~values.isfinite()).sum()), largest_finite(gradient)
+            experts = non_finite_experts(parameter, values) if name in stacks else ()
+            non_finite.append(NonFiniteGradient(name, place, kind, count, values.numel(), largest, experts))
     return non_finite
+
+
+def non_finite_experts(stack: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
+    """The indices in a whole ``stack`` (experts, ...) of those whose ``values``, this rank's part, are not finite."""
+    indices = torch.arange(len(stack), device=values.device).view(-1, *[1] * (stack.ndim - 1)).expand(stack.shape)
+    indices = own_part(indices, stack) if is_dtensor(stack) else indices
+    if indices.shape != values.shape:  # such as of a gradient that is a sum of several ranks'
+        return ()
+    return tuple(indices[~values.isfinite()].unique().tolist())
 
 
 def gather_findings(local_findings: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:

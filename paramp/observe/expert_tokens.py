@@ -1,0 +1,105 @@
+"""Which experts got how many tokens, and which of them produced what is not finite, while a window runs again.
+
+A stack of experts is a module with ``num_experts`` and parameters (experts, ...), whose forward takes tokens, the index
+of each token's experts and their weights, as those of transformers. Over several ranks each rank sees the experts of
+its own tokens, by their index in the whole stack.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.dtensor import local
+from ..base.trees import tensors
+from ..base.wrapped_models import plain_name
+from ..distributed.context import ParallelContext
+from ..parallel.expert_rows import SEE_ROWS
+from ..scaling.overflow_report import gather_findings, non_finite_experts
+
+
+def num_experts(module: nn.Module) -> int:
+    """The number of experts in the whole of ``module``, a stack of them; 0 if it is none."""
+    here, sizes = getattr(module, "num_experts", 0), {one.shape[:1] for one in module.parameters(recurse=False)}
+    if not isinstance(here, int) or here < 1 or len(sizes) != 1:
+        return 0
+    (size,) = sizes.pop() or (0,)
+    return size if size % here == 0 else 0
+
+
+def stacked_parameters(module: nn.Module) -> set[str]:
+    """The names of the parameters in ``module`` that are stacks of experts."""
+    stacks = {name: one for name, one in module.named_modules() if num_experts(one)}
+    return {
+        plain_name(f"{name}.{own}") for name, one in stacks.items() for own, _ in one.named_parameters(recurse=False)
+    }
+
+
+class ExpertTokens:
+    """Follows the stacks of experts of this rank in one run of a window."""
+
+    def __init__(self, context: ParallelContext | None) -> None:
+        self._counts: defaultdict[str, torch.Tensor | int] = defaultdict(int)
+        self._counts_tokens = context is None or context.tensor_axis.rank == 0  # tensor ranks have the same tokens
+        self._index = torch.empty(0, 0)  # of the call that runs: the experts of each token
+        self._blamed: set[int] | None = None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """A context in which experts over several ranks show what each computed."""
+        token = SEE_ROWS.set(self._see_rows)
+        try:
+            yield
+        finally:
+            SEE_ROWS.reset(token)
+
+    def begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a call of ``module``, if it is a stack of experts."""
+        total = num_experts(module)
+        index = args[1] if len(args) == 3 else None
+        if not total or not isinstance(index, torch.Tensor) or index.is_floating_point() or index.ndim != 2:
+            return
+        self._index, self._blamed = index.detach(), None
+        if self._counts_tokens:
+            self._counts[name] += torch.bincount(index.flatten(), minlength=total)[:total]
+
+    def blamed(self, module: nn.Module, output: Any) -> tuple[int, ...]:
+        """The experts that may have produced a non-finite ``output`` of ``module``; none if it is no stack of them.
+
+        Known from what each computed over several ranks; else from their weights, or as those of all bad tokens.
+        """
+        if not num_experts(module):
+            return ()
+        if self._blamed is not None:
+            return tuple(sorted(self._blamed))
+        weights = [non_finite_experts(one, local(one).detach()) for one in module.parameters(recurse=False)]
+        if any(weights):
+            return tuple(sorted({expert for bad in weights for expert in bad}))
+        rows = next((local(one) for one in tensors(output) if len(local(one)) == len(self._index)), None)
+        bad = [] if rows is None else self._index[~rows.flatten(1).isfinite().all(1)].tolist()
+        return (
+            tuple(sorted(set.intersection(*map(set, bad)) or {one for of_token in bad for one in of_token}))
+            if bad
+            else ()
+        )
+
+    def _see_rows(self, rows: torch.Tensor, experts: torch.Tensor) -> None:
+        self._blamed = set(experts[~rows.isfinite().all(1)].tolist())
+
+    def everywhere(self) -> dict[str, tuple[int, ...]]:
+        """The number of tokens of each expert, by the name of the stack, over all ranks; a collective of the world."""
+        found: dict[str, tuple[int, ...]] = {}
+        for of_rank in self._all_counts():
+            for name, counts in of_rank.items():
+                before = found.get(name, (0,) * len(counts))
+                found[name] = tuple(map(sum, zip(before, counts, strict=True)))
+        return found
+
+    def _all_counts(self) -> Iterable[dict[str, list[int]]]:
+        counts = {name: one.tolist() for name, one in self._counts.items() if isinstance(one, torch.Tensor)}
+        return (of_rank for (of_rank,) in gather_findings([counts]))
