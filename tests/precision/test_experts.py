@@ -127,10 +127,11 @@ def drawn():
     return torch.randn(16, 32), torch.randn(4, 32, 24) / 8, torch.randn(16, 24)
 
 
-def grouped(x, weights, gradient, product):
-    """The product of each group, and the gradients."""
+def grouped(x, weights, gradient, product, mode):
+    """The product of each group, and the gradients; the backward runs without autocast, as in an engine."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    output = product(x, weights)
+    with computing(PRESETS[mode], "cpu"):
+        output = product(x, weights)
     output.backward(gradient[: len(output)].to(output.dtype))
     return output.detach(), x.grad, weights.grad
 
@@ -150,14 +151,20 @@ def by_transformers(x, weights):
 
 @pytest.mark.parametrize("product", [by_group, by_transformers])
 @pytest.mark.parametrize("mode", ["16-mixed", "bf16-mixed"])
-def test_grouped_products_are_those_of_one_expert_at_a_time_and_rows_of_none_are_zero(mode, product):
-    """To the bit: as autocast computes those. A row of none may hold anything."""
+def test_grouped_products_are_those_of_one_expert_at_a_time_and_rows_of_none_are_zero(
+    mode, product, monkeypatch, request
+):
+    """To the bit: as autocast computes those. A row of none may hold anything, and so may memory that is not filled."""
     importlib.import_module("transformers.integrations.moe")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(deterministic))
+    torch.use_deterministic_algorithms(True)  # torch then fills it with NaN
     x, weights, gradient = drawn()
-    with emulate_fp16(), computing(PRESETS[mode], "cpu"):
-        expected = grouped(x, weights, gradient, one_by_one)
+    with emulate_fp16():
+        expected = grouped(x, weights, gradient, one_by_one, mode)
         x[ENDS[-1] :] = gradient[ENDS[-1] :] = float("nan")
-        output, of_x, of_weights = grouped(x, weights, gradient, product)
+        output, of_x, of_weights = grouped(x, weights, gradient, product, mode)
     assert output.dtype is PRESETS[mode].compute
     assert torch.equal(output[: ENDS[-1]], expected[0])
     assert torch.equal(of_x[: ENDS[-1]], expected[1][: ENDS[-1]])
