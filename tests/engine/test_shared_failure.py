@@ -1,6 +1,7 @@
 """What fails on one rank is raised on every rank, in the same call, with its message and its rank; nothing hangs."""
 
 import itertools
+import re
 from contextlib import contextmanager
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from commands import torchrun
 from families import cases, family
 from pool import on_ranks, shared_folder
 from reference import assert_trained
@@ -319,3 +321,15 @@ def test_what_is_called_after_a_save_and_fails_on_one_rank(world, wait):
         with pytest.raises(paramp.CheckpointError, match="then: OSError: the bucket is gone; on rank 0"):
             engine.save(folder / "a", wait=wait, then=then) or engine.finish_saving()
         engine.load(folder / "a")
+
+
+@family
+@pytest.mark.parametrize("what", cases("an expert that fails", ["forward", "backward"], ["backward"], 1))
+def test_an_expert_that_fails_on_one_rank_ends_the_others_which_name_it(what):
+    """They wait for its rows, and get an error as soon as it has left."""
+    result = torchrun(2, "tests/support/scripts/an_expert_fails.py", what, timeout=100)
+    other, failed = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+    assert failed.startswith("rank 1: ArithmeticError: the expert is broken")
+    assert "other ranks of the data and tensor axes did not fail, and wait for this one" in failed
+    left = re.escape("rank 1 (pp 0, dp 0, ep 1, tp 0) has left")
+    assert re.match(rf"rank 0: RuntimeError: forward_backward: {left}.*ArithmeticError.*the expert is broken", other)
