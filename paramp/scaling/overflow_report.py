@@ -45,7 +45,7 @@ class RankCoordinates:
         return f"rank {self.rank} ({axes}stage {self.stage})" if axes else f"rank {self.rank}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NonFiniteGradient:
     """A parameter with a gradient that is not finite on one rank."""
 
@@ -235,8 +235,8 @@ def find_gradients(
         stages: the pipeline stage of each parameter, by name. Missing names, or None: the rank's first stage.
         stacks: the names of the parameters that are stacks of experts.
     """
-    found = [(name, parameter, parameter.grad) for name, parameter in named_parameters]
-    gradients = [(name, parameter, gradient) for name, parameter, gradient in found if gradient is not None]
+    triples = [(name, parameter, parameter.grad) for name, parameter in named_parameters]
+    gradients = [(name, parameter, gradient) for name, parameter, gradient in triples if gradient is not None]
     if not gradients:
         return []
     device = gradients[0][2].device
@@ -244,10 +244,17 @@ def find_gradients(
     non_finite = []
     for (name, parameter, gradient), is_finite in zip(gradients, finite, strict=True):
         if kind := None if is_finite else flaw(gradient):
-            place, values = RankCoordinates.here(context, (stages or {}).get(name)), _values(gradient)
-            count, largest = int((~values.isfinite()).sum()), largest_finite(gradient)
-            experts = non_finite_experts(parameter, values) if name in stacks else ()
-            non_finite.append(NonFiniteGradient(name, place, kind, count, values.numel(), largest, experts))
+            values = _values(gradient)
+            found = NonFiniteGradient(
+                name=name,
+                place=RankCoordinates.here(context, (stages or {}).get(name)),
+                kind=kind,
+                count=int((~values.isfinite()).sum()),
+                size=values.numel(),
+                largest=largest_finite(gradient),
+                experts=non_finite_experts(parameter, values) if name in stacks else (),
+            )
+            non_finite.append(found)
     return non_finite
 
 

@@ -71,6 +71,7 @@ def test_published_norms(world, source):
                 model, weighted, lambda parameters: torch.optim.SGD(parameters, lr=1.0), plan={"experts": "experts"}
             )
             engine.forward_backward(*own_part(context, index, target))
+            assert engine.gradient_histogram().total == pytest.approx(dense + math.prod(shape)), layout
             result = engine.step()
             assert float(result.grad_norm) == pytest.approx(norm, rel=1e-6), layout
             assert result.num_zeros == (dense if of_dense == 0 else 0), layout

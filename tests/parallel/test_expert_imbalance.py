@@ -1,0 +1,56 @@
+"""Tokens that all go to the experts of one rank, and experts that get none, against one process."""
+
+import torch
+import torch.nn.functional as F
+from pool import on_ranks
+from small_engines import engine_of, own_part
+from small_mixture import NUM_EXPERTS, PLAN, WIDTH, layers, tokens
+
+import paramp
+from paramp.base.dtensor import local
+
+LAYOUTS = {
+    "ep4": {"expert": 4},
+    "ep2·tp2": {"expert": 2, "tensor": 2},
+    "ep2·pp2": {"expert": 2, "pipeline": {"size": 2, "microbatches": 2}},
+    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
+}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def crowd(model, experts):
+    """Let the routers of ``model`` choose among ``experts`` only."""
+    others = [index for index in range(NUM_EXPERTS) if index not in experts]
+    for name, module in model.named_modules():
+        if name.endswith("router"):
+            module.register_forward_hook(lambda _, __, scores: scores.index_fill(1, torch.tensor(others), -1e3))
+    return model
+
+
+@on_ranks(4)
+def test_gradients_are_those_of_one_process_if_all_tokens_go_to_one_rank(world):
+    """Two experts, which one rank has; and three of four, where a token's two experts are on two ranks."""
+    x, y = tokens().double(), torch.zeros(16, WIDTH).double()
+    for experts in ((2, 3), (0, 1, 3)):
+        plain = crowd(layers().double(), experts)
+        optimizer = sgd(plain.parameters())
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+        for layout, parallel in LAYOUTS.items():
+            with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}) as context:
+                plan = PLAN | ({"*.up": "colwise", "*.down": "rowwise"} if "tensor" in parallel else {})
+                engine = engine_of(crowd(layers(), experts), optimizer=sgd, plan=plan)
+                for _ in range(2):  # the second finds buffers that were used
+                    engine.zero_grad()
+                    engine.forward_backward(*own_part(context, x, y))
+                first = context.coordinates["ep"] * NUM_EXPERTS // parallel["expert"]
+                for name, parameter in engine.named_parameters():
+                    busy = [bool(one.any()) for one in local(parameter.grad)] if "experts" in name else []
+                    assert busy == [first + index in experts for index in range(len(busy))], (layout, name)
+                assert engine.step().stepped
+                found = engine.full_state_dict()
+                for name, value in plain.state_dict().items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{layout} {name}")
