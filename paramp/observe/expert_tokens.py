@@ -7,8 +7,7 @@ its own tokens, by their index in the whole stack.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +23,10 @@ from ..scaling.overflow_report import gather_findings, non_finite_experts
 
 
 def num_experts(module: nn.Module) -> int:
-    """The number of experts in the whole of ``module``, a stack of them; 0 if it is none."""
-    here, sizes = getattr(module, "num_experts", 0), {one.shape[:1] for one in module.parameters(recurse=False)}
-    if not isinstance(here, int) or here < 1 or len(sizes) != 1:
+    """The number of experts in the whole of ``module``, a stack of them; 0 if it is none, such as a router."""
+    shapes = [one.shape for one in module.parameters(recurse=False)]
+    here, sizes = getattr(module, "num_experts", 0), {shape[:1] for shape in shapes}
+    if not isinstance(here, int) or here < 1 or len(sizes) != 1 or max(map(len, shapes)) < 3:
         return 0
     (size,) = sizes.pop() or (0,)
     return size if size % here == 0 else 0
@@ -44,7 +44,7 @@ class ExpertTokens:
     """Follows the stacks of experts of this rank in one run of a window."""
 
     def __init__(self, context: ParallelContext | None) -> None:
-        self._counts: defaultdict[str, torch.Tensor | int] = defaultdict(int)
+        self._counts: dict[str, torch.Tensor] = {}
         self._counts_tokens = context is None or context.tensor_axis.rank == 0  # tensor ranks have the same tokens
         self._index = torch.empty(0, 0)  # of the call that runs: the experts of each token
         self._blamed: set[int] | None = None
@@ -66,7 +66,8 @@ class ExpertTokens:
             return
         self._index, self._blamed = index.detach(), None
         if self._counts_tokens:
-            self._counts[name] += torch.bincount(index.flatten(), minlength=total)[:total]
+            counts = torch.bincount(index.flatten(), minlength=total)[:total]
+            self._counts[name] = counts + self._counts.get(name, 0)
 
     def blamed(self, module: nn.Module, output: Any) -> tuple[int, ...]:
         """The experts that may have produced a non-finite ``output`` of ``module``; none if it is no stack of them.
@@ -79,27 +80,20 @@ class ExpertTokens:
             return tuple(sorted(self._blamed))
         weights = [non_finite_experts(one, local(one).detach()) for one in module.parameters(recurse=False)]
         if any(weights):
-            return tuple(sorted({expert for bad in weights for expert in bad}))
-        rows = next((local(one) for one in tensors(output) if len(local(one)) == len(self._index)), None)
-        bad = [] if rows is None else self._index[~rows.flatten(1).isfinite().all(1)].tolist()
-        return (
-            tuple(sorted(set.intersection(*map(set, bad)) or {one for of_token in bad for one in of_token}))
-            if bad
-            else ()
-        )
+            return tuple(sorted(set().union(*weights)))
+        rows = next((one for one in map(local, tensors(output)) if one.shape[:1] == self._index.shape[:1]), None)
+        if rows is None:
+            return ()
+        bad = [set(of_token) for of_token in self._index[~rows.flatten(1).isfinite().all(1)].tolist()]
+        return tuple(sorted((bad and set.intersection(*bad)) or set().union(*bad)))
 
     def _see_rows(self, rows: torch.Tensor, experts: torch.Tensor) -> None:
         self._blamed = set(experts[~rows.isfinite().all(1)].tolist())
 
     def everywhere(self) -> dict[str, tuple[int, ...]]:
         """The number of tokens of each expert, by the name of the stack, over all ranks; a collective of the world."""
+        here = {name: one.tolist() for name, one in self._counts.items()}
         found: dict[str, tuple[int, ...]] = {}
-        for of_rank in self._all_counts():
-            for name, counts in of_rank.items():
-                before = found.get(name, (0,) * len(counts))
-                found[name] = tuple(map(sum, zip(before, counts, strict=True)))
+        for name, counts in (item for (of_rank,) in gather_findings([here]) for item in of_rank.items()):
+            found[name] = tuple(map(sum, zip(found.get(name, (0,) * len(counts)), counts, strict=True)))
         return found
-
-    def _all_counts(self) -> Iterable[dict[str, list[int]]]:
-        counts = {name: one.tolist() for name, one in self._counts.items() if isinstance(one, torch.Tensor)}
-        return (of_rank for (of_rank,) in gather_findings([counts]))
