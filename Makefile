@@ -77,6 +77,7 @@ screenshots: $(VENV)/installed
 benchmark: $(VENV)/installed
 	$(RUN)/python benchmarks/step.py
 	$(RUN)/python benchmarks/overhead.py --layouts 1 tp2 pp2 pp2·tp2
+	$(RUN)/torchrun --standalone --nproc-per-node 2 benchmarks/experts.py
 	$(RUN)/python benchmarks/scale.py --rounds 1
 	$(RUN)/python benchmarks/startup.py
 	$(RUN)/torchrun --standalone --nproc-per-node 4 benchmarks/fp16_cpu.py

@@ -158,17 +158,19 @@ class Layout:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Data ranks that share the experts; ``dp`` is the number of such groups of them."""
 
     @staticmethod
-    def parse(text: str) -> Layout:
-        """As argparse's ``type``.
+    def parse(text: str, axes: str = "pp|dp|tp") -> Layout:
+        """As argparse's ``type``; ``axes``: those that may be given.
 
         Raises:
             argparse.ArgumentTypeError: ``text`` is not a layout.
         """
         sizes: dict[str, int] = {}
         for part in [] if text == "1" else re.split(r"[·.x*]", text):
-            match = re.fullmatch(r"(pp|dp|tp)([1-9]\d*)", part)
+            match = re.fullmatch(rf"({axes})([1-9]\d*)", part)
             if match is None or match[1] in sizes:
                 raise argparse.ArgumentTypeError(f"got {text!r}, expected 1, or such as tp2, dp4 or pp2·tp2")
             sizes[match[1]] = int(match[2])
@@ -176,10 +178,10 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.ep
 
     def __str__(self) -> str:
-        sizes = (("pp", self.pp), ("dp", self.dp), ("tp", self.tp))
+        sizes = (("pp", self.pp), ("dp", self.dp), ("tp", self.tp), ("ep", self.ep))
         return "·".join(f"{name}{size}" for name, size in sizes if size > 1) or "1"
 
 

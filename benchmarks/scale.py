@@ -1,15 +1,16 @@
 """The cost of a rank in a world of thousands: time and memory to build it, and the Python time of its step.
 
     python benchmarks/scale.py
-    python benchmarks/scale.py --worlds 8 64 512 4096 --layouts tp2·pp2 --rounds 5
+    python benchmarks/scale.py --worlds 8 64 512 4096 --layouts tp2·pp2 pp2·tp2·ep2 --rounds 5
 
 One process builds one rank of a world on torch's fake process group, whose collectives return at once without moving
 data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
-world. ``tp`` and ``pp`` of a layout, and so a rank's part of the model, are the same in every world: costs that grow
+world. With ``ep`` it is a MoEGPT, whose experts are shared by so many of the data ranks. ``tp``, ``pp`` and ``ep`` of a
+layout, and so a rank's part of the model, are the same in every world: costs that grow
 from row to row depend on the world size. Every world has its own process, which builds its rank twice: bytes are those
 of the first time, seconds those of the second, which imports nothing. The worlds take turns in each round; medians are
-reported. At the end the limits: a rank takes part in making at most 32 process groups beside the world's, and the
-largest world costs at most 1.3 times the seconds and the memory of the smallest.
+reported. At the end the limits: a rank takes part in making at most 32 process groups beside the world's, 8 with
+``ep``, and the largest world costs at most 1.3 times the seconds and the memory of the smallest.
 
 Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
 stages of a pipeline exchange shapes in them, which the fake group does not deliver.
@@ -27,6 +28,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +41,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.models import GPT, GPTConfig
+from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 from paramp.precision.modes import Precision
 
 STEPS = 20
-MAX_GROUPS = 32
+MAX_GROUPS, MAX_GROUPS_WITH_EXPERTS = 32, 8
 MAX_RATIO = 1.3
 """Of the largest world to the smallest, in seconds and in bytes."""
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
 """Small, so that Python takes most of a step's time, not the kernels."""
+MIXTURE = MoEGPTConfig(**vars(MODEL), num_experts=8, expert_width=64)
+AXES = "pp|dp|tp|ep"
+LAYOUTS = [Layout(pp=2, tp=2), Layout(pp=8, tp=8), Layout(pp=2, tp=2, ep=2)]
 
 
 def resident_bytes() -> int:
@@ -83,18 +89,19 @@ def conclusion(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
         return float(totals[1] / totals[0])
 
     seconds, memory, groups = ratio("seconds"), ratio("bytes"), max(row["groups"] for row in rows)
-    met = groups <= MAX_GROUPS and seconds <= MAX_RATIO and memory <= MAX_RATIO
+    most = MAX_GROUPS if layout.ep == 1 else MAX_GROUPS_WITH_EXPERTS
+    met = groups <= most and seconds <= MAX_RATIO and memory <= MAX_RATIO
     return (
         f"{layout}, {large['world']} ranks against {small['world']}: launch and initialize take {seconds:.2f} times "
         f"the seconds and {memory:.2f} times the memory (limit {MAX_RATIO}), with at most {groups:g} groups (limit "
-        f"{MAX_GROUPS}): {'met' if met else 'NOT MET'}"
+        f"{most}): {'met' if met else 'NOT MET'}"
     )
 
 
 def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[str, float]:
     """Build ``rank`` of the world in this process, and time its steps."""
     config = {
-        "parallel": {"tensor": layout.tp, "pipeline": layout.pp},
+        "parallel": {"tensor": layout.tp, "pipeline": layout.pp, "expert": layout.ep},
         "precision": precision,
         "clip_grad_norm": 1.0,
     }
@@ -111,8 +118,8 @@ def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[st
     with counted_groups() as groups, paramp.launch(config, rank, world_size, "localhost", 1, device="cpu"):
         measure()
         with torch.device("meta"):
-            model = GPT(MODEL)
-        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), GPT.loss)
+            model = GPT(MODEL) if layout.ep == 1 else MoEGPT(MIXTURE)
+        engine, *_ = paramp.initialize(model, torch.optim.AdamW(model.parameters(), fused=True), model.loss)
         measure()
         seconds = []
         for number in range(STEPS + 2):
@@ -175,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="RANKS")
     parser.add_argument(
-        "--layouts", type=Layout.parse, nargs="+", default=[Layout(pp=2, tp=2), Layout(pp=8, tp=8)], metavar="LAYOUT"
+        "--layouts", type=partial(Layout.parse, axes=AXES), nargs="+", default=LAYOUTS, metavar="LAYOUT"
     )
     parser.add_argument("--precision", default="16-mixed")
     parser.add_argument("--rounds", type=int, default=3)
@@ -197,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = [
         {
             "base": str(layout),
-            "layout": str(Layout(layout.pp, world // layout.size, layout.tp)),
+            "layout": str(replace(layout, dp=world // layout.size)),
             "world": world,
             **{key: statistics.median(each[key] for each in results) for key in results[0]},
         }

@@ -76,6 +76,17 @@ def test_other_libraries_compute_the_same_on_data_and_tensor_ranks(world):
     assert (row["candidate"], row["against"], row["limit"]) == ("paramp", "fully_shard", 1.02)
 
 
+@on_ranks(2)
+def test_layers_of_experts_by_hand_compute_the_same(world):
+    program = benchmark("experts")
+    sizes = "--layers 2 --experts 4 --width 16 --hidden 16 --tokens 8 --rounds 1"
+    options = program.parse(sizes.split(), 2)
+    for mode in options.precision:
+        result = program.measure(options, mode, 2)
+        assert result["seconds"].keys() == {"hand", "again", "paramp"}
+        assert result["ratio"] > 0
+
+
 def test_a_loop_that_computes_something_else_ends_the_comparison(monkeypatch):
     overhead = benchmark("overhead")
     small = "--layers 2 --width 32 --heads 2 --vocab-size 128 --seq-len 8 --rounds 1 --device cpu"
