@@ -162,12 +162,17 @@ class Layout:
     """Data ranks that share the experts; ``dp`` is the number of such groups of them."""
 
     @staticmethod
-    def parse(text: str, axes: str = "pp|dp|tp") -> Layout:
-        """As argparse's ``type``; ``axes``: those that may be given.
+    def parse(text: str) -> Layout:
+        """As argparse's ``type``.
 
         Raises:
             argparse.ArgumentTypeError: ``text`` is not a layout.
         """
+        return Layout.parse_axes(text, "pp|dp|tp")
+
+    @staticmethod
+    def parse_axes(text: str, axes: str) -> Layout:
+        """As :meth:`parse`, with the ``axes`` that may be given, such as ``pp|dp``."""
         sizes: dict[str, int] = {}
         for part in [] if text == "1" else re.split(r"[·.x*]", text):
             match = re.fullmatch(rf"({axes})([1-9]\d*)", part)

@@ -82,7 +82,7 @@ class MixtureLayer(nn.Module):
         self.choices = choices
         self.norm = nn.LayerNorm(width)
         self.router = nn.Linear(width, num_experts, bias=False)
-        self.experts = Experts(num_experts, width, hidden)
+        self.experts: Experts | HandExperts = Experts(num_experts, width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -108,14 +108,15 @@ class Exchange(torch.autograd.Function):
 class HandExperts(nn.Module):
     """This rank's part of the experts, and their exchange with the other ranks."""
 
-    def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype  # of rows on their way, and of the products: autocast has no grouped ones
         size, rank = dist.get_world_size(), dist.get_rank()
+        assert isinstance(experts, Experts)
         self.size, self.num_local = size, experts.num_experts // size
-        for name in ("up", "down"):
-            own = getattr(experts, name).detach().chunk(size)[rank].clone()
-            setattr(self, name, nn.Parameter(own))
+        self.up, self.down = (
+            nn.Parameter(one.detach().chunk(size)[rank].clone()) for one in (experts.up, experts.down)
+        )
 
     def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         chosen = index.flatten()
@@ -139,10 +140,12 @@ class ByHand:
 
     def __init__(self, model: nn.Sequential, mode: str, device: torch.device) -> None:
         self.dtype, self.device = AUTOCAST[mode], device
-        for layer in model:
-            layer.experts = HandExperts(layer.experts, self.dtype or torch.float32)
+        layers = [layer for layer in model if isinstance(layer, MixtureLayer)]
+        of_ranks = [HandExperts(layer.experts, self.dtype or torch.float32) for layer in layers]
+        for layer, of_rank in zip(layers, of_ranks, strict=True):
+            layer.experts = of_rank
         self.module = model.to(device)
-        experts = [one for layer in model for one in layer.experts.parameters()]
+        experts = [one for of_rank in of_ranks for one in of_rank.parameters()]
         others = [one for one in model.parameters() if not any(one is expert for expert in experts)]
         self.of_experts, self.of_others = (self._flat_gradients(parameters) for parameters in (experts, others))
         self.optimizer = torch.optim.AdamW([*others, *experts], **ADAMW)

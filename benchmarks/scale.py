@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096], metavar="RANKS")
     parser.add_argument(
-        "--layouts", type=partial(Layout.parse, axes=AXES), nargs="+", default=LAYOUTS, metavar="LAYOUT"
+        "--layouts", type=partial(Layout.parse_axes, axes=AXES), nargs="+", default=LAYOUTS, metavar="LAYOUT"
     )
     parser.add_argument("--precision", default="16-mixed")
     parser.add_argument("--rounds", type=int, default=3)

@@ -16,6 +16,9 @@ from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
 from .matrix_exchange import MatrixExchange, placeholder
 from .whole_matrix_trial import needs_whole_matrices, steps_slices_alone
 
+OTHERS: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
+"""The roles of axes along which no rank has a stage or experts of its own."""
+
 
 class MatrixStep:
     """The optimizer's own ``step()``, within ``state``, on each matrix's owner. The host reads whether to skip it.
@@ -124,8 +127,8 @@ def _needs(weights: OptimizerWeights, context: ParallelContext) -> tuple[bool, b
 
 def _has_whole_experts(param: FlatParam, context: ParallelContext) -> bool:
     """Whether this rank steps slices along dim 0 of a stack of experts, each of them whole."""
-    others = "replicate", "shard", "context", "tensor"
-    whole = param.own == (0, param.size) and not _is_sharded(param, others, context)
+    others = any(_is_sharded(param, (role,), context) for role in OTHERS)
+    whole = param.own == (0, param.size) and not others
     return whole and param.group != NO_GROUP and _is_sharded(param, ("expert",), context)
 
 
