@@ -6,10 +6,8 @@ to ``TORCHELASTIC_ERROR_FILE``.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -23,7 +21,7 @@ from ..base.errors import (
     TrainingDiverged,
     users_line,
 )
-from .first_failure import is_echo, left_a_context
+from .first_failure import give_launcher, is_echo, left_a_context
 from .launcher_env import rank_by_any_variable
 from .local_launcher import reported_by_rank_0
 
@@ -53,7 +51,9 @@ def report_uncaught(explain: Callable[[BaseException], None]) -> None:
             if _previous[0] is not sys.__excepthook__:
                 _previous[0](kind, error, trace)  # of a logger, say, which has to learn that the program fails
             _report(error, f"error: {error}", _line_of(error))
-        elif not is_echo(error):
+            return
+        give_launcher(f"{kind.__name__}: {error}")
+        if not is_echo(error):
             explain(error)
             inner(kind, error, trace)
 
@@ -67,21 +67,17 @@ def report_failure(error: Exception) -> int:
     """Print ``error``, which ends a program of paramp's, to stderr on one rank. Returns the exit code: 2 or 1."""
     if isinstance(error, (*USER_ERRORS, TrainingDiverged)):
         _report(error, f"error: {error}")
-    elif not is_echo(error):
+        return 2 if isinstance(error, USER_ERRORS) else 1
+    give_launcher(f"{type(error).__name__}: {error}")
+    if not is_echo(error):
         details = "".join(traceback.format_exception(error))
         print(f"error: rank {rank_by_any_variable()} failed\n{details}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, USER_ERRORS) else 1
+    return 1
 
 
 def _report(error: BaseException, text: str, before: str = "") -> None:
     """Give the launcher ``text``, and print it after the lines ``before`` it unless another rank prints the same."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": text, "extraInfo": details}}, file)
-        except OSError:  # the launcher's report is without it
-            pass
+    give_launcher(text)
     if is_echo(error) or (not left_a_context(error) and reported_by_rank_0(str(error), rank_by_any_variable())):
         return
     if os.environ.get(TRACEBACK, "") not in ("", "0"):

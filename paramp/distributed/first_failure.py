@@ -1,6 +1,7 @@
 """Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -15,6 +16,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # missing in 
 ECHO = "_paramp_echo"
 """The attribute of an exception that has left a context: whether it is a consequence of another rank's failure."""
 EXIT_CODE = 1
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The environment variable of the file in which a launcher looks for the error of a rank."""
 SECONDS_OF_GRACE = 5.0
 """The time that a rank has to end normally once it or another has failed."""
 LOST = (dist.DistError, RuntimeError)
@@ -30,6 +33,10 @@ IN_ORDER = "in order: its block or its program ended"
 SAME_CALLS = (
     "every rank has to call it equally often, so this one had more batches, or that one has left its loop early; give "
     "data ranks equal numbers of batches, and end the loop on all ranks at once"
+)
+OTHER_CALLS = (
+    "another rank is in another call, as torch has found; call forward_backward, step and whatever else communicates "
+    "on every rank, in the same order, and not under a condition such as `if rank == 0`"
 )
 
 
@@ -82,7 +89,7 @@ def ending_in_time(error: BaseException | None, *, quiet: bool) -> Iterator[None
     def give_up() -> None:
         if not quiet:
             write_stderr("".join(traceback.format_exception(error)))
-        end_process()
+        end_process("" if quiet else f"{type(error).__name__}: {error}")
 
     if error is None:
         yield
@@ -101,8 +108,23 @@ def write_stderr(text: str) -> None:
     os.write(2, text.encode())
 
 
-def end_process() -> None:
-    """End the process with an error code, also while its main thread waits where no exception reaches it."""
+def give_launcher(text: str) -> None:
+    """Write ``text``, why this rank ends, to the file that the launcher reads; the first text is kept.
+
+    torchrun prints it. ``paramp run`` and ``paramp.notebook`` name a rank that ends without it.
+    """
+    if path := os.environ.get(ERROR_FILE):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": details}}, file)
+
+
+def end_process(reason: str = "") -> None:
+    """End the process with an error code, also while its main thread waits where no exception reaches it.
+
+    ``reason``: for the launcher.
+    """
+    give_launcher(reason or "this rank ends because another one has failed")
 
     # In a thread, because the main thread may hold the streams' locks.
     flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
@@ -180,9 +202,13 @@ class Departures:
     def explained(self, function: str, error: Exception) -> RuntimeError | None:
         """For ``error`` of the public ``function``, if it is of a lost connection: one that names who has left first.
 
+        For one of a collective that others have not called: one that says so. Else None.
+
         Every rank calls the function equally often, so a rank that has left in order was given fewer batches, or has
         left its loop early.
         """
+        if "mismatch between collectives" in str(error):  # TORCH_DISTRIBUTED_DEBUG=DETAIL compares them
+            return RuntimeError(f"{function}: {OTHER_CALLS}")
         text = self.cause_of(error)
         return RuntimeError(f"{function}: {text}{f'; {SAME_CALLS}' if IN_ORDER in text else ''}") if text else None
 

@@ -261,7 +261,7 @@ class Heartbeat:
         write_stderr(f"paramp: {text}; ending {self._name_of(self._rank)}, which was {self._tracker.record}\n")
         # A launcher ends all ranks when the first one ends.
         time.sleep(self._patience)
-        end_process()
+        end_process(text)
 
 
 def _beat_key(rank: int) -> str:

@@ -8,21 +8,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from ..config.command_layout import VARIABLE
+from .first_failure import ERROR_FILE
 from .rendezvous import host_store
 
+ABORTED = (
+    "; if gloo says above that sizes do not match, the ranks called different things, as when one leaves out "
+    "engine.step(): set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch names the calls"
+)
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
 SECONDS_TO_SAVE = 30.0
 """The time that ranks have to save a checkpoint after SIGTERM; as long as torchrun gives them."""
 
 
-def start_processes(command: Sequence[str], num_processes: int, layout: str = "") -> int:
+def _print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def start_processes(
+    command: Sequence[str],
+    num_processes: int,
+    layout: str = "",
+    unreported: Callable[[str], None] = _print_error,
+) -> int:
     """Run ``command`` once per rank on this machine, with torchrun's variables set; the exit code of the first failure.
 
     When one rank fails, the others have 5 s to end before they are terminated. SIGINT and SIGTERM stop the ranks with
@@ -30,12 +44,17 @@ def start_processes(command: Sequence[str], num_processes: int, layout: str = ""
 
     Args:
         layout: for the launch functions of the ranks (:data:`paramp.config.command_layout.VARIABLE`).
+        unreported: gets the rank that ended with an error of which it has said nothing, and how it ended.
     """
     # Hosted here, the store outlives every rank, so that the last of them can still read which failed first.
     store = host_store(0)
     environment = _shared_environment(store.port, num_processes) | {VARIABLE: layout}
+    folder = tempfile.TemporaryDirectory(prefix="paramp-errors-", ignore_cleanup_errors=True)
+    files = [Path(folder.name, str(rank)) for rank in range(num_processes)]
     processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(files[rank])}
+        )
         for rank in range(num_processes)
     ]
 
@@ -50,9 +69,10 @@ def start_processes(command: Sequence[str], num_processes: int, layout: str = ""
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, stop) for number in signals}
     try:
-        return _wait(processes)
+        return _wait(processes, files, unreported)
     finally:
         _end(processes)
+        folder.cleanup()
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -72,21 +92,31 @@ def _shared_environment(port: int, num_processes: int) -> dict[str, str]:
     }
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or one has failed and the others had 5 s to end; the exit code."""
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], files: Sequence[Path], unreported: Callable[[str], None]
+) -> int:
+    """Wait until all have ended, or one has failed and the others had 5 s to end; the exit code.
+
+    ``files``: of each rank, where it writes why it fails. One that fails and has not is passed to ``unreported``.
+    """
     while True:
         codes = [process.poll() for process in processes]
-        rank, failed = next(((rank, code) for rank, code in enumerate(codes) if code), (0, 0))
-        if failed:
+        failures = [(files[rank].exists(), rank, code) for rank, code in enumerate(codes) if code]
+        if failures:
+            reported, rank, failed = min(failures)  # the others may have failed because of one that could not say so
             _end(processes, grace=5.0)
-            if failed < 0:  # it could not say so itself
-                print(f"error: rank {rank} was ended by {signal.Signals(-failed).name}", file=sys.stderr, flush=True)
-            elif failed > 2:  # 1 and 2 are the codes of errors that the rank has printed
-                print(f"error: rank {rank} ended with exit code {failed}", file=sys.stderr, flush=True)
+            if not reported:
+                unreported(f"rank {rank} {_how(failed)}")
             return failed if failed > 0 else 128 - failed
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.05)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {signal.Signals(-code).name}{ABORTED if -code == signal.SIGABRT else ''}"
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:

@@ -14,12 +14,12 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError, LaunchError, one_line, require
-from .first_failure import is_echo
+from .first_failure import give_launcher, is_echo, is_lost_connection
 from .local_launcher import start_processes
 
 Value = TypeVar("Value")
@@ -66,12 +66,13 @@ def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
         # The ranks import what the notebook can import.
         program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import call_on_rank; call_on_rank({name!r})"
         sys.stdout.flush()
+        unreported: list[str] = []
         try:
-            code = start_processes([sys.executable, "-c", program], ranks)
+            code = start_processes([sys.executable, "-c", program], ranks, unreported=unreported.append)
         except SystemExit as stopped:
             raise KeyboardInterrupt from stopped
         if code:
-            _raise_error_of_rank(folder, ranks, code)
+            _raise_error_of_rank(folder, ranks, unreported)
         if not (folder / "value").exists():
             raise LaunchError("notebook: rank 0 ended without returning from fn, as by sys.exit()")
         value: Value = pickle.loads((folder / "value").read_bytes())
@@ -89,16 +90,19 @@ def _write(path: Path, value: Any, problem: str) -> None:
     path.write_bytes(content)
 
 
-def _raise_error_of_rank(folder: Path, ranks: int, code: int) -> None:
-    """Raise the error that a rank has written; that of a rank that another one made fail comes last."""
+def _raise_error_of_rank(folder: Path, ranks: int, unreported: Sequence[str]) -> None:
+    """Raise the error that a rank has written; that of a rank that another one made fail comes last.
+
+    ``unreported``: how a rank ended that has written none.
+    """
     found = []
     for rank in range(ranks):
         path = folder / f"error-{rank}"
         if path.exists():
             echo, message, text, pickled = pickle.loads(path.read_bytes())
             found.append((echo, path.stat().st_mtime_ns, rank, message, text, pickled))
-    if not found:
-        raise LaunchError(f"notebook: a rank ended with exit code {code} without an exception; its output says more")
+    if unreported and all(echo for echo, *_ in found):
+        raise LaunchError(f"notebook: {unreported[0]} without an exception; its output says more")
     _, _, rank, message, text, pickled = min(found)
     error: BaseException = LaunchError(f"rank {rank} failed: {message}")
     if pickled is not None:
@@ -116,6 +120,7 @@ def call_on_rank(folder: str) -> None:
             _write(place / "value", value, "what fn returned on rank 0 cannot be sent back; return something else")
     except Exception as error:
         _write_error(place / f"error-{rank}", error)
+        give_launcher(f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
@@ -129,7 +134,8 @@ def _write_error(path: Path, error: Exception) -> None:
         pickle.loads(attempt)
         pickled = attempt
     message = f"{type(error).__name__}: {error}"
-    path.write_bytes(pickle.dumps((is_echo(error), message, "".join(frames), pickled)))
+    echo = is_echo(error) or is_lost_connection(error)
+    path.write_bytes(pickle.dumps((echo, message, "".join(frames), pickled)))
 
 
 def _user_frames(error: Exception) -> Any:

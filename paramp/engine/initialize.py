@@ -14,6 +14,7 @@ within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -41,6 +42,8 @@ from .user_arguments import (
     Parameters,
     apply_algorithms,
     build_optimizers,
+    check_untrained,
+    engine_of,
     plain_model,
     prepare_criterion,
     usable_context,
@@ -132,6 +135,7 @@ def initialize(
     loaders = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
     train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
     model, compile_options = plain_model(model, optimizer, context)
+    check_untrained(model, context)
     apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = build_optimizers(optimizer, model)
     numerics.prepare(context, model, optimizers)
@@ -142,6 +146,9 @@ def initialize(
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
     model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
+    for parameter in (*model_plan.names_of, *engine.module.parameters()):
+        if parameter.requires_grad:
+            engine_of[parameter] = weakref.ref(engine)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     tracked = {"lr_scheduler": wrapped, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
     for name, thing in tracked.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
-from ..optim.user_optimizer import check_optimizers
+from ..optim.user_optimizer import check_optimizers, check_same_settings
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.batches import Batch
 from ..parallel.compiled_blocks import CompiledBlocks
@@ -69,6 +69,7 @@ def plan_model(
     names_of = check_model(model, context)
     check_grouped_products(model, config.precision)
     check_optimizers(optimizers, names_of)
+    check_same_settings(optimizers, names_of, context.device)
     adapter = adapter_for(model)
     styles = numerics.plan(adapter, plan, context)
     experts = adapter.experts(plan, config.parallel.expert)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.errors import ConfigError, one_line
 from ..base.wrapped_models import check_plain, without_compilation
@@ -127,6 +128,25 @@ def build_optimizers(
         if any(one is other for other in built[:index]):
             raise ConfigError(f"optimizer: got one {type(one).__name__} twice in the sequence; pass each once")
     return tuple(built), tuple(built)
+
+
+engine_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""A weak reference to the latest engine that trains each parameter, of the model as it was and as it is now."""
+
+
+def check_untrained(model: nn.Module, context: ParallelContext) -> None:
+    """Raise a ConfigError if an engine of ``context`` trains a parameter of ``model``.
+
+    A second engine would move the parameter to other memory, and the first one would step what nothing computes with.
+    """
+    for name, parameter in model.named_parameters():
+        engine = engine_of[parameter]() if parameter in engine_of else None
+        if engine is not None and engine.context is context:
+            raise ConfigError(
+                f"model: {name!r} is trained by an engine already, expected a new model; call initialize once for each "
+                "model and its optimizer, and use the engine that it returned. For another run build the model and "
+                "the optimizer again"
+            )
 
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:

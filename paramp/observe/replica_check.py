@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from .same_data import NAMED, different_data, listed
 Column = tuple[str, "ReplicaGroup"]
 """A column of the table of sums: the kind of value, and its replica group."""
 WEIGHT, MASTER, AVERAGE, STATE, SCALE = "weight", "master", "average", "optimizer state", "loss scale"
+SETTING = "setting"
 
 
 @dataclass(frozen=True, order=True)
@@ -56,9 +58,10 @@ class Difference:
     """One parameter, or the loss scale, whose bits differ between ranks."""
 
     kind: str
-    """``weight``, ``master`` (or its remainder), ``average`` (of masters), ``optimizer state`` or ``loss scale``."""
+    """``weight``, ``master`` (or its remainder), ``average`` (of masters), ``optimizer state``, ``loss scale``, or
+    ``setting``: a number in the optimizer's param groups, such as the learning rate."""
     parameter: str
-    """The name in the whole model; empty for the loss scale."""
+    """The name in the whole model; empty for the loss scale; of a setting where it stands."""
     ranks: tuple[int, ...]
     """The ranks that differ from the majority, or on a tie from the value of the lowest rank."""
     others: tuple[int, ...]
@@ -156,6 +159,7 @@ class Replicas:
         compared += of_weights.values()
         if self._weights is not None:
             compared += self._of_stepped(of_weights, self._weights)
+            compared += self._of_settings([each.optimizer for each in self._weights.by_optimizer])
         elif isinstance(weights, torch.optim.Optimizer):
             for name, parameter in module.named_parameters():
                 weight = of_weights[name]
@@ -208,6 +212,15 @@ class Replicas:
                 axes = exchange.axes if exchange is not None and param in exchange.owned else ()
                 group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, exchanged=axes)
                 yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
+
+    def _of_settings(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[_Compared]:
+        """The numbers in param groups that users set; what steps count there has no default."""
+        for number, optimizer in enumerate(optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for key in sorted(key for key in optimizer.defaults if _numbers(group[key])):
+                    name = f"optimizer[{number}]." * (len(optimizers) > 1) + f"param_groups[{index}][{key!r}]"
+                    values = partial(_setting, group, key, self._context.device)
+                    yield _Compared(SETTING, name, self._group(self._names), values)
 
     def _group_of_stepped(
         self, weight: _Compared, *, partitioned: bool, exchanged: Sequence[str] = ()
@@ -265,7 +278,7 @@ class Replicas:
             for copies in zip(*(everyone[rank][index] for rank in ranks), strict=True):
                 if len({value for _, value in copies}) > 1:
                     differences.append(self._difference(kind, dict(zip(ranks, copies, strict=True))))
-        return differences
+        return sorted(differences, key=lambda each: each.kind != SETTING)  # the cause of all others comes first
 
     def _difference(self, kind: str, copies: Mapping[int, tuple[str, int]]) -> Difference:
         """Describe the difference between a group's ranks, each with its name of a parameter and its hash."""
@@ -300,11 +313,12 @@ class Replicas:
         batches = [call.batch for call in (self._batches and self._batches.calls) or ()]
         if (where := different_data(batches, self._context)) is not None:
             reported += f". A model group had different data: {where}"
-        if not self._context.config.repair_replicas:
+        settings = any(difference.kind == SETTING for difference in differences)
+        if settings or not self._context.config.repair_replicas:
             raise ReplicaDrift(
                 f"replicas: {reported}. Replicas have diverged: check memory and kernels of the ranks that "
-                "differ, and code that changes weights on some ranks only; continue from a checkpoint, or set "
-                "repair_replicas to copy the lowest rank's values",
+                "differ, and code that changes weights or the optimizer's settings on some ranks only; continue from a "
+                "checkpoint, or set repair_replicas to copy the lowest rank's values (of weights, not of settings)",
                 differences,
             )
         self.repair(differences)
@@ -330,6 +344,22 @@ class Replicas:
 
 def _local_tensor(parameter: nn.Parameter) -> list[torch.Tensor]:
     return [local(parameter).detach()]
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers of a param group's ``value``; empty if it is something else."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [float(one) for one in values] if all(map(_is_number, values)) else []
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _setting(group: Mapping[str, Any], key: str, device: torch.device) -> list[torch.Tensor]:
+    return [torch.tensor(_numbers(group.get(key)), dtype=torch.float64, device=device)]
 
 
 def _states(optimizer: torch.optim.Optimizer, stepped: nn.Parameter) -> list[torch.Tensor]:

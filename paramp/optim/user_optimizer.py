@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..base.errors import ConfigError
+from ..base.collectives import gather_different
+from ..base.errors import ConfigError, one_line
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
 from .matrices.whole_matrix_trial import copies_weights, needs_whole_matrices
@@ -93,6 +94,39 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
+
+
+def check_same_settings(
+    optimizers: Sequence[torch.optim.Optimizer], names_of: Mapping[nn.Parameter, list[str]], device: torch.device
+) -> None:
+    """Check that every rank has the same param groups. A collective.
+
+    Raises:
+        ConfigError: on every rank, with the first difference.
+    """
+    local = [
+        (f"optimizer[{number}]." * (len(optimizers) > 1) + f"param_groups[{index}][{key!r}]", _comparable(value))
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in (group | {"params": [names_of[one][0] for one in group["params"]]}).items()
+    ]
+    everyone = gather_different(local, device)
+    for rank, theirs in enumerate(everyone):
+        for (key, value), (other_key, other) in zip_longest(everyone[0], theirs, fillvalue=("nothing more", None)):
+            if (key, value) != (other_key, other):
+                raise ConfigError(
+                    f"optimizer: rank 0 has {key} = {one_line(str(value))}, but rank {rank} {other_key} = "
+                    f"{one_line(str(other))}; make it with the same groups and settings on every rank"
+                )
+
+
+def _comparable(value: Any) -> str:
+    """``value`` of a param group as text that is equal where the values are."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_comparable, value))})"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

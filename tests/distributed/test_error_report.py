@@ -97,3 +97,13 @@ def test_an_error_of_paramps_is_its_line_and_its_message(hook, capsys, monkeypat
     mark_as_echo(error[1])
     hook(*error)  # another rank prints it
     assert capsys.readouterr().err == ""
+
+
+def test_a_mismatch_that_torch_finds_says_what_to_call():
+    with paramp.launch_from_torch() as context:
+        explained = context.departures.explained
+        found = RuntimeError("Detected mismatch between collectives on ranks. Rank 1 is running collective: ...")
+        assert str(explained("step", found)).startswith(
+            "step: another rank is in another call, as torch has found; call"
+        )
+        assert explained("step", RuntimeError("a mistake")) is None

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+import torch
 import warm
 from commands import PYTHON, ROOT, python, start, succeeded
 
@@ -87,7 +88,15 @@ def ended():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch, capfd):
+def vanished():
+    """Rank 1 ends, and rank 0 loses its connection."""
+    with paramp.launch_from_torch() as context:
+        if context.rank == 1:
+            os._exit(1)
+        torch.distributed.barrier()
+
+
+def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     """Also from a thread that is not the main one."""
     warm.start()
     monkeypatch.setattr(sys, "executable", PYTHON)
@@ -98,7 +107,8 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch, ca
         (lambda: lock, 1, paramp.ConfigError, "fn or its arguments cannot be sent.*TypeError: cannot pickle"),
         (threading.Lock, 1, paramp.ConfigError, "what fn returned on rank 0 cannot be sent back.*cannot pickle"),
         (sys.exit, 1, paramp.LaunchError, "rank 0 ended without returning"),
-        (ended, 1, paramp.LaunchError, "ended with exit code 137 without an exception"),
+        (ended, 1, paramp.LaunchError, "notebook: rank 0 was ended by SIGKILL without an exception"),
+        (vanished, 2, paramp.LaunchError, "notebook: rank 1 ended with exit code 1 without an exception"),
         (stubborn, 1, paramp.LaunchError, "rank 0 failed: Stubborn: answer"),
     ):
         raised = []
@@ -114,7 +124,6 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch, ca
         thread.join()
         with pytest.raises(kind, match=message):
             raise raised[0]
-    assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(paramp.ConfigError, match=r'pip install "paramp\[notebook\]"'):
         paramp.notebook(len, ranks=1)

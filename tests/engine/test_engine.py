@@ -265,7 +265,19 @@ def test_what_initialize_refuses():
                 "algorithms: got .*LayerNorm": start(algorithms=[paramp.algorithms.LowPrecisionLayerNorm]),
             },
         )
+        engine = engine_of(model, optimizer=sgd(model.parameters()))
+        each_raises(
+            paramp.ConfigError,
+            {
+                "'0.weight' is trained by an engine already": start(engine.optimizer, model),
+                "'0.0.weight' is trained by an engine already": start(sgd, nn.Sequential(model)),
+                "not a parameter of the model": start(engine.optimizer),
+            },
+        )
+        assert train_step(engine, X).stepped
     each_raises(RuntimeError, {r"call paramp\.launch_from_torch": start()})
+    with paramp.launch_from_torch():
+        assert train_step(engine_of(model), X).stepped  # the engine that has trained it is closed
 
 
 def test_the_optimizer_is_stepped_by_the_engine_only():
@@ -333,3 +345,9 @@ def test_ranks_that_were_given_different_things_raise_on_every_rank(world):
             message = r"model: rank 0 has \('blocks.2.*but rank 1 has"
             with pytest.raises(paramp.ConfigError, match=message):
                 gpt_engine(num_layers=3 - world.rank)
+            message = r"optimizer: rank 0 has param_groups\[0\]\['lr'\] = 0.1, but rank 1 .*'lr'\] = 0.2; make it"
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine_of(two_layers(), optimizer=functools.partial(torch.optim.SGD, lr=0.1 * (1 + world.rank)))
+            message = r"rank 0 has param_groups.0.*'params'\] = .*0.bias.*, but rank 1 param_groups.0.*'params'"
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine_of(two_layers(), optimizer=lambda weights: sgd([*weights][world.rank :]))

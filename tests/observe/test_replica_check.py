@@ -182,6 +182,18 @@ def test_training_stops_at_the_next_check(world):
             train(engine, 1)
 
 
+@on_ranks(2)
+def test_a_learning_rate_that_one_rank_has_changed_is_named_first(world):
+    """It is never repaired, because the next step would make the weights differ again."""
+    for parallel in ({"tensor": 2}, {"pipeline": 2}):
+        with launch(parallel, check_replicas_every=2, repair_replicas=True):
+            engine = build()
+            engine.optimizer.param_groups[0]["lr"] = 1e-2 * (1 + world.rank)
+            message = r"""replicas: the setting of "param_groups\[0\]\['lr'\]" on rank 1 .* differs from rank 0"""
+            with pytest.raises(paramp.ReplicaDrift, match=message):
+                train(engine, 1)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("parallel", [PP2_TP2, HSDP], ids=["pp2-tp2", "hsdp2x2"])
 def test_training_continues_after_a_repair(world, parallel):

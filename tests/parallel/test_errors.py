@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils import parametrize
 from traceable import Nested, UNet
 
 import paramp
@@ -225,6 +226,42 @@ def test_layers_that_a_style_cannot_shard(layer, style, message):
     found = resolve_plan({"0": style}, ["0"])
     with nullcontext() if message is None else pytest.raises(paramp.ConfigError, match=message):
         check_divisible(nn.Sequential(layer), found, 4)
+
+
+def computed(layer, kind):
+    """A layer whose weight is computed from other parameters."""
+    if kind == "negated":
+        return parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return (getattr(nn.utils.parametrizations, kind, None) or OLD[kind])(layer)
+
+
+OLD = {"old_weight_norm": nn.utils.weight_norm, "old_spectral_norm": nn.utils.spectral_norm}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("weight_norm", "parametrization WeightNorm"),
+        ("spectral_norm", "parametrization SpectralNorm"),
+        ("orthogonal", "parametrization Orthogonal"),
+        ("negated", "parametrization Tanh"),
+        ("old_weight_norm", "hook WeightNorm"),
+        ("old_spectral_norm", "hook SpectralNorm"),
+    ],
+)
+def test_layers_whose_weights_are_computed_cannot_be_sharded(kind, what):
+    warnings.filterwarnings("ignore", "`torch.nn.utils.weight_norm` is deprecated", FutureWarning)
+    model = nn.Sequential(computed(nn.Linear(4, 4), kind), nn.Sequential(computed(nn.Linear(4, 4), kind)))
+    for name, styles in {"0": ("colwise", "rowwise"), "1": ("sequence",)}.items():
+        for style in styles:
+            found = resolve_plan({name: style}, ["0", "1"])
+            full = {"0": "0", "1": "1.0"}[name]
+            with pytest.raises(paramp.ConfigError, match=f"'{full}' computes its weight .* by the {what}, expected a"):
+                check_divisible(model, found, 2)
+    check_divisible(model, resolve_plan({"0": "sharded_random"}, ["0"]), 2)
+    if not kind.startswith("old"):
+        parametrize.remove_parametrizations(model[0], "weight")
+        check_divisible(model, resolve_plan({"0": "colwise"}, ["0"]), 2)
 
 
 ZBV = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}

@@ -25,6 +25,10 @@ with paramp.launch_from_torch({"parallel": {"pipeline": {"microbatches": 4}}}) a
         os.write(1, ("|".join(map(str, given)) + "\\n").encode())  # in one piece: two ranks write to one pipe
     if what == "exit":
         sys.exit(7)
+    if what == "1" and context.rank == 1:
+        os._exit(1)
+    if what == "abort" and context.rank == 1:
+        os.abort()
     if what == "fail" and context.rank == 1:
         raise ValueError("my own mistake")
     if what == "die" and context.rank == 1:
@@ -71,6 +75,11 @@ def test_the_exit_code_is_the_scripts_and_the_error_of_the_rank_that_failed_come
     result = python(*RUN, script, "--tp", "2", "exit")
     assert result.returncode == 7
     assert re.fullmatch(r"error: rank [01] ended with exit code 7\n", result.stderr), result.stderr
+    result = python(*RUN, script, "--tp", "2", "1")  # without a word, as other libraries end a process
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == "error: rank 1 ended with exit code 1", result.stderr
+    result = python(*RUN, script, "--tp", "2", "abort")
+    assert re.search("error: rank 1 was ended by SIGABRT; if gloo .*DETAIL, .*\\n$", result.stderr), result.stderr
     result = python(*RUN, script, "--tp", "2", "fail")
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1, result.stderr

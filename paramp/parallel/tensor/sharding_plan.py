@@ -20,13 +20,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import parametrize
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
 from ..shape_errors import PLAN_ENTRY
 from .linear import Colwise, PackedColwise, Rowwise
-from .styles import STYLES, ExpertSlices, sharded_dim
+from .styles import STYLES, ExpertSlices, PartialGradient, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -68,6 +69,7 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
     """Check, the same on every rank, that styles support their layers and that sizes divide over ``size`` ranks."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
+        _check_plain_parameters(name, layer, style)
         if isinstance(style, (PackedColwise, ExpertSlices)):
             style.check(name, layer, size)
             _check_packed_hooks(name, layer)
@@ -80,6 +82,36 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
             if isinstance(layer, nn.Linear) and isinstance(style, kind) and getattr(layer, features) % size:
                 has = f"{name!r} has {features} {getattr(layer, features)}"
                 raise ConfigError(f"plan: {has}, expected a multiple of parallel.tensor.size {size}")
+
+
+REPLACES_PARAMETERS = ColwiseParallel, RowwiseParallel, SequenceParallel, PackedColwise, PartialGradient, ExpertSlices
+"""The styles that replace each parameter of their module by a DTensor."""
+
+
+def _check_plain_parameters(name: str, layer: nn.Module, style: ParallelStyle) -> None:
+    """Raise a ConfigError if a tensor of ``layer`` is computed from parameters, which ``style`` would not reach."""
+    if not isinstance(style, REPLACES_PARAMETERS):
+        return
+    for inner, child in layer.named_modules():
+        full = f"{name}.{inner}".rstrip(".")
+        if parametrize.is_parametrized(child):
+            for tensor, steps in child.parametrizations.items():
+                kinds = ", ".join(type(step).__name__.lstrip("_") for step in steps)
+                remedy = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {tensor!r})"
+                raise ConfigError(_computed(full, tensor, f"the parametrization {kinds}", remedy))
+        for hook in child._forward_pre_hooks.values():
+            tensor = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+            if isinstance(tensor, str) and tensor not in child._parameters and hasattr(child, tensor):
+                kind = type(hook).__name__
+                raise ConfigError(_computed(full, tensor, f"the hook {kind}", "the function of torch.nn.utils for it"))
+
+
+def _computed(name: str, tensor: str, by: str, remedy: str) -> str:
+    return (
+        f"plan: {name!r} computes its {tensor} from other parameters, by {by}, expected a plain parameter, because "
+        f"each tensor rank has a part of it; leave the layer, and those sharded with it, out of the plan, or remove it "
+        f"by {remedy}"
+    )
 
 
 def _check_packed_hooks(name: str, layer: nn.Module) -> None:
