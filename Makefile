@@ -47,8 +47,8 @@ mutants: $(VENV)/installed
 	$(RUN)/python tests/support/mutants.py $(ARGS)
 
 matrix: $(VENV)/installed
-	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_schedules.py \
-		tests/models/test_huggingface_table.py --write-matrix
+	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_expert_matrix.py \
+		tests/system/test_schedules.py tests/models/test_huggingface_table.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

@@ -5,7 +5,7 @@ half precision, many results are equal or change places, so that other experts a
 outside of autocast, and half-precision weights and inputs are widened for its forward: the product, the softmax and the
 scores are in fp32. Gradients are rounded once, to the dtype of the weights.
 
-It covers the routers of transformers and torchtitan, by the names of their classes
+It covers the routers of transformers, torchtitan and paramp, by the names of their classes
 (:func:`~paramp.base.module_surgery.is_router`). A router of another library computes in the mode's dtype, as any module
 does, unless its own forward leaves autocast.
 

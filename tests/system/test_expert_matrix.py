@@ -1,0 +1,145 @@
+"""Every mode on every layout with an expert axis against the same mode in one process, as in test_matrix.py.
+
+Each cell trains a small MoEGPT for ten steps, of which one overflows on one rank and is skipped. Where a rounding error
+decides which experts a token gets, two runs are no longer one training. So the routing is replayed: it depends on a
+token's place in its sequence only. Then the balance of each microbatch of a pipeline is that of the batch, too. What
+routers choose themselves is compared in models/test_moe_gpt.py.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from families import WHOLE, cases, family
+from matrix import MODES, PAGE, from_small_scale, marks_of, replace_table, table
+from pool import World, run_on_ranks
+from reference import (
+    assert_follows,
+    assert_strays,
+    batches,
+    small_moe,
+    train_engine,
+)
+from test_matrix import skip_without_library
+from torch.overrides import TorchFunctionMode
+
+import paramp
+from paramp.models import MoEGPT
+from paramp.precision.modes import PRESETS
+
+STEPS, LENGTH = 10, 8
+OVERFLOW_AT = 4
+LAYOUTS = {
+    "1": (1, {}),
+    "ep2": (2, {"expert": 2}),
+    "ep4": (4, {"expert": 4}),
+    "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
+    "ep2·pp2": (4, {"expert": 2, "pipeline": 2}),
+    "dp2·ep2 + zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
+}
+EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
+PART = [("1", "16-mixed"), ("ep2", "16-mixed"), ("dp2·ep2 + zero1", "bf16-naive")]
+CELLS = cases("expert matrix", EVERYTHING, PART, 4)
+TABLE = "experts"
+UNITS_LOSS = 2.0
+"""Allowed difference of a loss, in rounding errors of half precision; up to 1.5 are measured."""
+
+
+class ByPlace(TorchFunctionMode):
+    """``topk`` chooses experts by the place of a token in its sequence; some of them more often than others."""
+
+    CHOSEN = torch.rand(LENGTH, 4, generator=torch.Generator().manual_seed(2)).mul(torch.arange(1, 5)).topk(2).indices
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "topk":
+            return result
+        index = self.CHOSEN.repeat(len(args[0]) // LENGTH, 1)
+        return type(result)((args[0].gather(-1, index), index))
+
+
+def rate(mode):
+    """The learning rate of SGD. At 1.0 float8's errors, 6 % of each number, grow from step to step."""
+    return 0.7 if PRESETS[mode].float8 else 1.0
+
+
+def train(world, parallel, mode, halved=False):
+    """What a cell came to: losses, and how far each weight has gone; with ``halved`` also with a gradient of half."""
+    with paramp.launch_from_torch({"parallel": parallel, "clip_grad_norm": 1.0}) as context, ByPlace():
+        context.config = dataclasses.replace(context.config, precision=from_small_scale(mode))
+        found = [
+            train_engine(
+                context,
+                small_moe,
+                MoEGPT.loss,
+                STEPS,
+                lr=rate(mode),
+                length=LENGTH,
+                overflow_at=OVERFLOW_AT,
+                halve_on_rank=on_rank,
+            )
+            for on_rank in (None, world.size - 1)[: 1 + halved]
+        ]
+    return found if world.rank == 0 else None
+
+
+@functools.cache
+def alone(mode):
+    return train(World(0, 1, "cpu"), {}, mode)[0]
+
+
+@functools.cache
+def plain_training(dtype, lr):
+    """The same in plain torch."""
+    model = small_moe().to(dtype)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    with ByPlace():
+        for step, (x, y) in enumerate(batches(STEPS, length=LENGTH)):
+            optimizer.zero_grad()
+            loss = MoEGPT.loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step != OVERFLOW_AT:
+                optimizer.step()
+    return losses, {name: value - start[name] for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def green():
+    """The cells whose test has passed."""
+    return set()
+
+
+@family
+@pytest.mark.parametrize(("layout", "mode"), CELLS)
+def test_a_mode_with_experts_follows_its_single_process_run(layout, mode, green):
+    """And one rank's gradient of half the size is beyond the tolerance."""
+    skip_without_library(mode)
+    size, parallel = LAYOUTS[layout]
+    if size == 1:
+        expected = plain_training(torch.float64 if mode == "64-true" else torch.float32, rate(mode))
+        assert_follows(alone(mode), expected, mode, units=UNITS_LOSS)
+    else:
+        given = {"parallel": parallel, "mode": mode, "halved": True}
+        found, halved = run_on_ranks(size, __name__, "train", given)[0]
+        assert_follows(found, alone(mode), mode, units=UNITS_LOSS)
+        assert_strays(halved, alone(mode), mode)
+    green.add((mode, layout))
+
+
+@family
+def test_the_table_of_experts_is_what_came_out(green, request):
+    """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
+        expected = replace_table(text, TABLE, table("mode", MODES, list(LAYOUTS), green))
+        if request.config.getoption("--write-matrix"):
+            PAGE.write_text(expected, encoding="utf-8")
+        assert expected == PAGE.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+    marks = marks_of(text, TABLE)
+    assert list(marks) == [(mode, layout) for mode in MODES for layout in LAYOUTS]
+    assert all(marks[cell] == "✓" for cell in green)
