@@ -172,7 +172,7 @@ class Ranks:
 def start(monkeypatch):
     """Makes :class:`Ranks`."""
 
-    def end():
+    def end(reason=""):
         raise Ended
 
     def make(*args, **kwargs):
@@ -385,7 +385,7 @@ def test_an_error_is_reported_although_closing_never_returns(monkeypatch, quiet)
     written, ended = [], threading.Event()
     monkeypatch.setattr(first_failure, "SECONDS_OF_GRACE", 0.01)
     monkeypatch.setattr(first_failure, "write_stderr", written.append)
-    monkeypatch.setattr(first_failure, "end_process", ended.set)
+    monkeypatch.setattr(first_failure, "end_process", lambda reason: ended.set())
     with ending_in_time(ValueError("disk full"), quiet=quiet):
         assert ended.wait(120)
     assert [text.strip() for text in written] == ([] if quiet else ["ValueError: disk full"])
