@@ -144,15 +144,16 @@ class ParallelConfig:
     """Shard the sequence over the tensor axis in the norms and dropout between tensor-parallel layers."""
     expert: int = 1
     """The number of data ranks that share the experts of each mixture of experts. It adds no ranks: the others of their
-    parameters are replicated over them, as over all data ranks."""
+    parameters are replicated over them, as over all data ranks. With ``data.shard`` they are among the ranks that shard
+    all parameters, of which ``data.shard / expert`` share each part of the experts."""
 
     def __post_init__(self) -> None:
         positive = not isinstance(self.data, int) or self.data >= 1
         require(positive, "data", self.data, "'auto' or an integer of 1 or more")
         require(self.zero in (0, 1), "zero", self.zero, "0 or 1")
         require(self.expert >= 1, "expert", self.expert, "an integer of 1 or more")
-        unsharded = f"1, because data.shard is {self.shard}, and experts are not sharded over two axes yet"
-        require(self.expert == 1 or self.shard == 1, "expert", self.expert, unsharded)
+        divisor = f"a divisor of {self.shard}, because data.shard is {self.shard}, and its ranks share the experts"
+        require(self.shard == 1 or self.shard % self.expert == 0, "expert", self.expert, divisor)
         if self.shard > 1:
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
             require(self.zero == 0, "zero", self.zero, done)

@@ -59,7 +59,10 @@ class ParallelContext:
     Attributes:
         config: the resolved configuration.
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included; ``dp_replicate`` and
-            ``dp_shard`` in place of ``dp`` where parameters are sharded; or that of :meth:`from_mesh`.
+            ``dp_shard`` in place of ``dp`` where parameters are sharded; ``ep`` after ``dp`` with an expert axis, and
+            ``efsdp`` and ``ep`` in place of ``dp_shard``; or that of :meth:`from_mesh`.
+        shard_mesh: the same ranks with ``dp_shard`` as one axis, over which all but experts are sharded; ``mesh``
+            unless that has ``efsdp``.
         roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
@@ -68,7 +71,8 @@ class ParallelContext:
         pp, dp, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is ``dp_replicate`` and
             ``dp_shard`` flattened, and ``ep`` with them. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by
             role.
-        experts_axis: the :class:`Axis` of the ranks of ``dp`` that have the same experts.
+        experts_axis: the :class:`Axis` of the ranks of ``dp`` that have the same experts; ``dp`` where FSDP2 shards
+            parameters, and sums their gradients.
         model_group: the ranks that together hold one replica of the model (pp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         departures: which rank has left the context first.
@@ -97,11 +101,17 @@ class ParallelContext:
         self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
-        self.mesh: DeviceMesh = self._make_mesh() if mesh is None else mesh.mesh
+        if mesh is None:
+            sizes = _mesh_sizes(config, self.world_size)
+            self.mesh: DeviceMesh = self._make_mesh(sizes)
+            self.shard_mesh = self._make_mesh(_with_shard_axis(sizes)) if "efsdp" in sizes else self.mesh
+        else:
+            self.mesh = self.shard_mesh = mesh.mesh
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
         self.dp = self.batch_axis = self._axis(*BATCH_ROLES)
-        self.experts_axis = self._axis("replicate", "shard") if self.axes_of("expert") else self.batch_axis
+        apart = bool(self.axes_of("expert")) and config.parallel.shard == 1
+        self.experts_axis = self._axis("replicate", "shard") if apart else self.batch_axis
         self.tp = self.tensor_axis = self._axis("tensor")
         self.model_group = self._own_group("model", self._family("stage", "tensor"))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
@@ -149,9 +159,8 @@ class ParallelContext:
         local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() if device.index is None else device.index)
         return cls(checked.config, device, local_rank, owns_world=False, mesh=checked)
 
-    def _make_mesh(self) -> DeviceMesh:
-        """The mesh of the layout in the configuration."""
-        sizes = _mesh_sizes(self.config, self.world_size)
+    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        """The mesh of axes of these ``sizes``, the slowest first."""
         ranks = torch.arange(self.world_size, device="cpu").view(*sizes.values())
         groups = [self._own_group(name, family_along(ranks, [dim])) for dim, name in enumerate(sizes)]
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
@@ -331,9 +340,17 @@ def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
     parallel = config.parallel
     size, shard, expert = parallel.data_size(world_size), parallel.shard, parallel.expert
     data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
-    if expert > 1:
+    if expert > 1 and shard == 1:
         data = {"dp": size // expert, "ep": expert}
+    elif expert > 1:
+        data = {"dp_replicate": size // shard, "efsdp": shard // expert, "ep": expert}
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
+
+
+def _with_shard_axis(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh with ``dp_shard`` in place of ``efsdp`` and ``ep``, and their sizes."""
+    whole = {"efsdp": ("dp_shard", sizes["efsdp"] * sizes["ep"])}
+    return dict(whole.get(name, (name, size)) for name, size in sizes.items() if name != "ep")
 
 
 _serials = itertools.count()

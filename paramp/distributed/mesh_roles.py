@@ -8,7 +8,8 @@ role       usual names                    parameters                      gradie
 stage      ``pp``                         each rank's own                 each rank's own
 replicate  ``dp``, ``ddp``,               replicated                      summed
            ``dp_replicate``
-shard      ``dp_shard``, ``fsdp``         sharded                         summed and sharded
+shard      ``dp_shard``, ``fsdp``,        sharded                         summed and sharded
+           ``efsdp``
 context    ``cp``                         replicated                      summed
 expert     ``ep``                         experts are each rank's own,    of experts each rank's own,
                                           the others replicated           the others summed
@@ -16,6 +17,7 @@ tensor     ``tp``                         sharded or replicated, by plan  as the
 =========  =============================  ==============================  =============================
 
 Along ``replicate``, ``shard`` and ``expert`` ranks have different parts of the batch; together they are the data axis.
+In a mesh of ``efsdp`` and ``ep`` that paramp makes, parameters other than experts are sharded over both.
 """
 
 from __future__ import annotations

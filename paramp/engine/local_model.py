@@ -82,7 +82,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     joined.take_over(module)
     units = None
     if config.parallel.shard > 1:
-        units = ShardedUnits(joined.parts, plan.blocks, context, reduces=numerics.units_reduce)
+        units = ShardedUnits(joined.parts, plan.blocks, context, experts=plan.experts, reduces=numerics.units_reduce)
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
     # Masters start from the full-precision values.
     precision = None if config.precision.masters else config.precision

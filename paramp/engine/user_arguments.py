@@ -52,6 +52,17 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
                 f"mesh: got ranks along the axis {name!r} that do not ascend, {one_line(str(mesh.mesh.tolist()))}, "
                 "expected ascending ones; make the mesh with init_device_mesh"
             )
+    parallel = current.config.parallel
+    if parallel.expert > 1 and [mesh[name].size() for name in current.axes_of("expert")] != [parallel.expert]:
+        raise ConfigError(
+            f"parallel.expert: got {parallel.expert}, but the mesh has no axis of {parallel.expert} ranks for experts; "
+            "make one with the name ep, or leave it out"
+        )
+    if parallel.expert > 1 and parallel.shard > 1 and current.shard_mesh is mesh:
+        raise ConfigError(
+            f"mesh: got the axes {', '.join(current.roles)}, expected none for experts beside the one that shards "
+            "parameters: all others are sharded over both; launch with parallel.data.shard and parallel.expert"
+        )
     if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "

@@ -27,7 +27,7 @@ Role: TypeAlias = Literal["stage", "replicate", "shard", "context", "expert", "t
 ROLES: dict[str, Role] = {
     "pp": "stage",
     **dict.fromkeys(("dp", "ddp", "dp_replicate"), "replicate"),
-    **dict.fromkeys(("dp_shard", "fsdp"), "shard"),
+    **dict.fromkeys(("dp_shard", "fsdp", "efsdp"), "shard"),
     "cp": "context",
     "ep": "expert",
     "tp": "tensor",

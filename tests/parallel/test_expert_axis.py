@@ -1,72 +1,24 @@
-"""Experts over data ranks: gradients, norms, decisions and checkpoints are those of one process."""
+"""Experts over data ranks: what becomes of idle ranks, overflows and checkpoints, and what is refused."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from families import cases, family
-from mixtures import FAMILIES, batch, build
 from pool import on_ranks, shared_folder
-from small_engines import engine_of, own_part
+from small_engines import assert_same_tensors, engine_of, own_part
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import paramp
 from paramp.base.dtensor import local
 
-LR = 8.0
-"""So large that a weight's change shows its gradient to the last bits."""
-LAYOUTS = {
-    "ep4": {"expert": 4},
-    "dp2·ep2": {"data": 4, "expert": 2},
-    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
-    "ep2·tp2": {"expert": 2, "tensor": 2},
-    "ep2·pp2": {"expert": 2, "pipeline": 2},
-}
-
-
-def reference(name):
-    """Names of parameters, their gradients and the norm of all, in fp64 on one process with eager experts."""
-    model = build(name, num_experts=4).double()
-    tokens = batch(8)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    grads = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
-    return grads, torch.stack([grad.norm() for grad in grads.values()]).norm().item()
-
-
-def errors(engine, before, expected):
-    """For each parameter the distance of its gradient, as one step of SGD shows it, from the expected one."""
-    largest = max(grad.norm() for grad in expected.values())
-    found = {key: (before[key].double() - value.double()) / LR for key, value in engine.full_state_dict().items()}
-    return {key: float((found[key] - grad).norm() / max(grad.norm(), 1e-3 * largest)) for key, grad in expected.items()}
-
-
-@family
-@pytest.mark.parametrize("name", cases("expert axis", [*FAMILIES], ["Mixtral"], 1))
-@on_ranks(4)
-def test_gradients_are_those_of_one_process(world, name):
-    expected, norm = reference(name)
-    before = build(name, num_experts=4).state_dict()
-    for layout, parallel in LAYOUTS.items():
-        if name == "OLMoE" and "pp2" in layout:  # transformers has no pipeline plan of it
-            continue
-        with paramp.launch_from_torch({"parallel": parallel}) as context:
-            model = build(name, "grouped_mm" if "zero1" in layout else "eager", num_experts=4)
-            engine = engine_of(model, None, lambda parameters: torch.optim.SGD(parameters, lr=LR))
-            (tokens,) = own_part(context, batch(8))
-            engine.forward_backward({"input_ids": tokens, "labels": tokens})
-            assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
-            worst = max(errors(engine, before, expected).items(), key=lambda pair: pair[1])
-            assert worst[1] < 1e-5, (layout, worst)
-            stacks = [one for key, one in engine.module.named_parameters() if key.endswith("experts.down_proj")]
-            assert all(local(one).shape[0] * parallel["expert"] == one.shape[0] == 4 for one in stacks)
-
 
 class Experts(nn.Module):
-    """Four experts, each a matrix."""
+    """Experts, each a matrix."""
 
-    def __init__(self, width=8):
+    def __init__(self, num_experts, width=8):
         super().__init__()
-        self.num_experts = 4
-        self.weight = nn.Parameter(torch.randn(4, width, width))
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, width, width))
 
     def forward(self, tokens, index, weights):
         output = torch.zeros_like(tokens)
@@ -80,18 +32,19 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """Tokens (tokens, 1 + 8): the first feature is the expert that is chosen, the others are transformed."""
 
-    def __init__(self):
+    def __init__(self, num_experts):
         super().__init__()
-        self.enter, self.experts, self.scale = nn.Linear(8, 8), Experts(), nn.Parameter(torch.ones(()))
+        self.enter, self.experts = nn.Linear(8, 8), Experts(num_experts)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x):
         index = x[:, :1].long()
         return self.experts(self.enter(x[:, 1:]), index, self.scale.expand(len(x), 1))
 
 
-def mixture():
+def mixture(num_experts=4):
     torch.manual_seed(3)
-    return Mixture()
+    return Mixture(num_experts)
 
 
 PLAN = {"experts": "experts"}
@@ -109,49 +62,96 @@ def test_ranks_without_tokens_take_part_and_have_gradients_of_zero(world):
         x = tokens_for(*chosen)
         plain = mixture().double()
         F.mse_loss(plain(x.double()), torch.zeros(8, 8, dtype=torch.float64)).backward()
-        with paramp.launch_from_torch({"parallel": {"expert": 4}}) as context:
-            engine = engine_of(mixture(), plan=PLAN)
-            for _ in range(2):  # the second finds buffers that were used
-                engine.forward_backward(*own_part(context, x, torch.zeros(8, 8)))
-                gradient, expected = local(engine.module.experts.weight.grad), plain.experts.weight.grad.float()
-                torch.testing.assert_close(gradient, expected[context.dp.rank : context.dp.rank + 1])
-                engine.zero_grad()
+        for parallel in ({"expert": 4}, {"data": {"shard": 4}, "expert": 2}):
+            with paramp.launch_from_torch({"parallel": parallel}) as context:
+                engine = engine_of(mixture(), plan=PLAN)
+                # A rank of the expert axis has neighbours, which the one that shards them over other ranks splits.
+                expert = context.rank if "data" not in parallel else (0, 2, 1, 3)[context.rank]
+                for _ in range(2):  # the second finds buffers that were used
+                    engine.forward_backward(*own_part(context, x, torch.zeros(8, 8)))
+                    gradient, expected = local(engine.module.experts.weight.grad), plain.experts.weight.grad.float()
+                    torch.testing.assert_close(gradient, expected[expert : expert + 1])
+                    engine.zero_grad()
 
 
 @on_ranks(4)
 def test_an_overflow_in_an_expert_skips_the_step_of_all(world):
-    with paramp.launch_from_torch({"precision": "16-mixed", "parallel": {"data": 4, "expert": 2}}) as context:
-        engine = engine_of(mixture(), plan=PLAN)
-        x, y = own_part(context, tokens_for(*range(4), *range(4)), torch.zeros(8, 8))
-        before = engine.full_state_dict()
-        engine.forward_backward(x, y)
-        if context.rank == 3:
-            local(engine.module.experts.weight.grad)[1, 2, 3] = float("inf")
-        scale, result = engine.scaler.get_scale(), engine.step()
-        assert (result.stepped, result.overflow, engine.scaler.get_scale()) == (False, True, scale / 2)
-        assert all(torch.equal(value, before[key]) for key, value in engine.full_state_dict().items())
-        assert not engine.check_replicas()
+    for parallel in ({"data": 4}, {"data": {"shard": 4}}, {"data": {"replicate": 2, "shard": 2}}):
+        config = {"precision": "16-mixed", "parallel": {"expert": 2, **parallel}}
+        with paramp.launch_from_torch(config) as context:
+            engine = engine_of(mixture(), plan=PLAN)
+            x, y = own_part(context, tokens_for(*range(4), *range(4)), torch.zeros(8, 8))
+            before = engine.full_state_dict()
+            engine.forward_backward(x, y)
+            if context.rank == 3:
+                local(engine.module.experts.weight.grad)[-1, 2, 3] = float("inf")
+            scale, result = engine.scaler.get_scale(), engine.step()
+            assert (result.stepped, result.overflow, engine.scaler.get_scale()) == (False, True, scale / 2)
+            assert all(torch.equal(value, before[key]) for key, value in engine.full_state_dict().items())
+            assert not engine.check_replicas()
+
+
+@on_ranks(4)
+def test_replicas_of_experts_that_drift_apart_are_found(world):
+    """Where replicas of the shards have the same experts, and nowhere else."""
+    for parallel, found in ({"replicate": 2, "shard": 2}, True), ({"shard": 4}, False):
+        with paramp.launch_from_torch({"parallel": {"data": parallel, "expert": 2}}) as context:
+            engine = engine_of(mixture(), plan=PLAN)
+            if context.rank == 3:
+                local(engine.module.experts.weight)[-1, 2, 3] += 1.0
+            names = [difference.parameter for difference in engine.check_replicas()]
+            assert names == ["experts.weight"] * found
 
 
 @on_ranks(4)
 def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world):
-    """With optimizer state, masters of half-precision weights and ZeRO's parts, to the bit."""
+    """With optimizer state, masters of half-precision weights, averages, and parts of ZeRO and FSDP2, to the bit."""
     folder = shared_folder()
-    layouts = [{"expert": 4}, {"data": 4, "expert": 2, "zero": 1}, {"expert": 2, "tensor": 2}, {"tensor": 4}]
-    saved, precision = None, {"mode": "16-naive", "init_scale": 128.0}
+    layouts = [
+        *({"expert": 4}, {"data": {"shard": 4}, "expert": 2}, {"data": 4, "expert": 2, "zero": 1}),
+        *({"data": {"replicate": 2, "shard": 2}, "expert": 2}, {"expert": 2, "tensor": 2}, {"data": {"shard": 4}}),
+        *({"data": {"shard": 4}, "expert": 4}, {"tensor": 4}),
+    ]
+    saved = averages = None
+    config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
     for index, parallel in enumerate(layouts):
-        with paramp.launch_from_torch({"precision": precision, "parallel": parallel}) as context:
+        with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
             adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
             engine = engine_of(mixture(), optimizer=adamw, plan=PLAN if "expert" in parallel else {})
             if index:
                 engine.load(f"{folder}/{index - 1}")
-                assert all(torch.equal(value, saved[key]) for key, value in engine.full_state_dict().items())
+                assert_same_tensors(engine.full_state_dict(), saved)
+                assert_same_tensors(engine.ema.full_state_dict(), averages)
             else:
                 x, y = own_part(context, tokens_for(*range(4), *range(4)), torch.zeros(8, 8))
                 engine.forward_backward(x.half(), y.half())
                 assert engine.step().stepped
-            saved = engine.full_state_dict()
+            saved, averages = engine.full_state_dict(), engine.ema.full_state_dict()
             engine.save(f"{folder}/{index}")
+
+
+@on_ranks(4)
+def test_fewer_experts_than_ranks_are_sharded_over_their_next_dim(world):
+    """Each rank of the expert axis has one of two experts, and two ranks half of its matrix each."""
+    folder, x = shared_folder(), tokens_for(0, 1, 1, 0, 1, 1, 1, 1)
+    plain = mixture(2).double()
+    F.mse_loss(plain(x.double()), torch.zeros(8, 8, dtype=torch.float64)).backward()
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 4}, "expert": 2}}) as context:
+        engine = engine_of(mixture(2), plan=PLAN)
+        assert context.mesh.mesh_dim_names == ("pp", "dp_replicate", "efsdp", "ep", "tp")
+        assert context.shard_mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
+        assert local(engine.module.experts.weight).shape == (1, 4, 8)
+        engine.forward_backward(*own_part(context, x, torch.zeros(8, 8)))
+        engine.step()
+        for name, value in engine.full_state_dict().items():
+            parameter = plain.get_parameter(name)
+            torch.testing.assert_close(value, (parameter - 0.1 * parameter.grad).float())
+        saved = engine.full_state_dict()
+        engine.save(f"{folder}/saved")
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 4}}}):
+        engine = engine_of(mixture(2))
+        engine.load(f"{folder}/saved")
+        assert_same_tensors(engine.full_state_dict(), saved)
 
 
 @on_ranks(2)
@@ -164,14 +164,27 @@ def test_data_ranks_evaluate_as_many_batches(world):
         assert loss == pytest.approx(F.mse_loss(mixture()(batches[0][0]), batches[0][1]).item(), rel=1e-6)
 
 
+@on_ranks(4)
+def test_an_expert_axis_of_a_given_mesh_is_refused_beside_one_that_shards_parameters(world):
+    """Those of other modules would be sharded over two of its axes, which no mesh of others has as one."""
+    for given, message in (
+        ((2, 2), r"got the axes efsdp, ep, expected none for experts"),
+        ((4, 1), r"parallel.expert: got 2, but the mesh has no axis of 2 ranks for experts; make one with the name ep"),
+    ):
+        mesh = init_device_mesh("cpu", given, mesh_dim_names=("efsdp", "ep"))
+        context = paramp.ParallelContext.from_mesh(mesh, {"parallel": {"expert": 2}})
+        with context, pytest.raises(paramp.ConfigError, match=message):
+            engine_of(mixture(), plan=PLAN)
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_by_name(world):
     refused = [
         (
-            {"expert": 2, "data": {"shard": 2}},
+            {"expert": 4, "data": {"shard": 2}},
             "16-mixed",
             PLAN,
-            r"parallel.expert: got 2, expected 1, because data.shard",
+            r"parallel.expert: got 4, expected a divisor of 2, because data.shard is 2",
         ),
         ({"expert": 4, "data": 2}, "16-mixed", PLAN, r"parallel.expert: got 4, expected a divisor of 2"),
         ({"expert": 2}, "16-mixed", {}, r"the plan of Mixture names no experts"),

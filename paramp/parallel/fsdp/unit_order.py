@@ -54,7 +54,7 @@ class UnitOrder:
         """A collective of the data ranks."""
         self._context = context
         self._ranks = _ranks_with(context, BATCH_ROLES)
-        self._shards = set(_ranks_with(context, ("shard",)))
+        self._shards = set(_ranks_with(context, ("shard", "expert")))
         self._runs_alone = dist.get_backend() == "fake"  # only this rank runs
         serial = gather_objects(next(_serials), context.batch_axis.group)[0]
         key = f"paramp/units/{context.serial}/{serial}/{self._ranks[0]}"

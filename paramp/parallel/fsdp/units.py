@@ -1,7 +1,8 @@
 """Parameters sharded over data ranks, by torch's FSDP2 (``fully_shard``).
 
-Each repeated block is a unit, and so is the rest of each pipeline stage. A unit's parameters are gathered before its
-forward and its backward, and freed after both; after the backward its gradients are summed and sharded again::
+Each repeated block is a unit, and so is the rest of each pipeline stage; with an expert axis experts are units too,
+over fewer ranks. A unit's parameters are gathered before its forward and its backward, and freed after both; after the
+backward its gradients are summed and sharded again::
 
     sharded fp32 parameters ─► all-gather, in half precision in modes with masters ─► forward, backward of the unit
                             ◄─ reduce-scatter in reduce_dtype (all-reduce over replicas) ◄─ its gradients
@@ -22,7 +23,7 @@ ranks may have one; and what a failed batch left is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -63,14 +64,25 @@ ERRORS = {
 
 
 class ShardedUnits:
-    """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``."""
+    """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``.
+
+    With an expert axis, all but experts are sharded over both axes (the context's ``shard_mesh``).
+    """
 
     def __init__(
-        self, stages: Sequence[nn.Module], blocks: Iterable[str], context: ParallelContext, *, reduces: bool = True
+        self,
+        stages: Sequence[nn.Module],
+        blocks: Iterable[str],
+        context: ParallelContext,
+        *,
+        experts: Collection[str] = (),
+        reduces: bool = True,
     ) -> None:
         """Shard the parameters of ``stages``, in place, with their ``blocks`` (names in the model) as units.
 
-        ``reduces``: units sum gradients over data ranks; else :meth:`take_gradient` returns those of this rank.
+        Args:
+            experts: names of the modules whose parameters are sharded over the expert axis already.
+            reduces: units sum gradients over data ranks; else :meth:`take_gradient` returns those of this rank.
         """
         self._context = context
         self._pipelined = context.stage_axis.size > 1
@@ -84,7 +96,7 @@ class ShardedUnits:
         names = list(blocks)
         sharded: set[nn.Parameter] = set()
         for stage in stages:
-            self._shard_stage(stage, names, sharded)
+            self._shard_stage(stage, names, experts, sharded)
             sharded.update(stage.parameters())
         every = {parameter: name for stage in stages for name, parameter in stage.named_parameters()}
         params = [one for one in self._params() if not fsdp2_internals.held(one).requires_grad]
@@ -92,7 +104,9 @@ class ShardedUnits:
 
     # ------------------------------------------------------------------------------------------------------ sharding
 
-    def _shard_stage(self, stage: nn.Module, blocks: Sequence[str], done: set[nn.Parameter]) -> None:
+    def _shard_stage(
+        self, stage: nn.Module, blocks: Sequence[str], experts: Collection[str], done: set[nn.Parameter]
+    ) -> None:
         """Shard one stage; ``done``: the parameters of those before, which a copied module may list again."""
         before = dict(stage.named_parameters(remove_duplicate=False))
         modules = dict(stage.named_modules())
@@ -101,10 +115,14 @@ class ShardedUnits:
             for name, module in modules.items():
                 if isinstance(module, BATCH_NORMS) and next(module.parameters(recurse=False), None) is not None:
                     self._fully_shard(module, repr(name), None, done)
+        for name in filter(modules.__contains__, experts):
+            self._fully_shard(modules[name], repr(name), _gathered_dtype(precision), done, of_experts=True)
         units: list[Any] = []
         for name in blocks:
             block = modules.get(name)
-            if block is not None and not isinstance(block, PassThrough) and _is_alone(block, before):
+            if block is None or name in experts or isinstance(block, PassThrough):
+                continue
+            if _is_alone(block, before):
                 self._fully_shard(block, repr(name), _gathered_dtype(precision), done)
                 units.append(block)
         _set_prefetch(units, self._context.config.parallel.data_axes.prefetch)
@@ -121,6 +139,7 @@ class ShardedUnits:
         done: set[nn.Parameter],
         *,
         is_root: bool = False,
+        of_experts: bool = False,
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -131,12 +150,14 @@ class ShardedUnits:
         # Given in any case: without it torch reduces in ``dtype``, but from 2.15 on in that of the sharded parameters.
         reduce_dtype = context.config.precision.reduce_dtypes.dp or dtype
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
+        mesh = _data_mesh(context, of_experts=of_experts)
         unit: Any = fully_shard(
             module,
-            mesh=_data_mesh(context),
+            mesh=mesh,
             reshard_after_forward=not kept,
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
             ignored_params={one for one in module.parameters() if one in done or _is_whole(one)},
+            shard_placement_fn=partial(_experts_placement, mesh.size(-1)) if of_experts else None,
         )
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
@@ -372,10 +393,24 @@ def _gathered_dtype(precision: Precision) -> torch.dtype | None:
     return precision.weights if precision.masters else None
 
 
-def _data_mesh(context: ParallelContext) -> Any:
-    """The mesh over which units are sharded: its last axis shards, the one before, if there is one, replicates."""
+def _data_mesh(context: ParallelContext, *, of_experts: bool) -> Any:
+    """The mesh over which units are sharded: its last axis shards, the one before, if there is one, replicates.
+
+    The ranks that shard experts may be one: the expert axis has the others.
+    """
+    mesh = context.mesh if of_experts else context.shard_mesh
     axes = (*context.axes_of("replicate"), *context.axes_of("shard"))
-    return context.mesh[tuple(name for name in axes if context.mesh[name].size() > 1)]
+    if mesh is not context.mesh:
+        axes = "dp_replicate", "dp_shard"
+    return mesh[tuple(name for name in axes if mesh[name].size() > 1 or name == axes[-1])]
+
+
+def _experts_placement(size: int, stack: nn.Parameter) -> Any:
+    """How ``size`` ranks shard a stack of experts: whole experts if they can be equal parts, else a part of each."""
+    from torch.distributed.tensor import Shard
+
+    shape = local(stack).shape
+    return Shard(1 if shape[0] % size and stack.ndim > 1 and not shape[1] % size else 0)
 
 
 def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:

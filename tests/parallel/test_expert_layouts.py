@@ -1,0 +1,129 @@
+"""Mixtures of transformers on every layout with an expert axis, against one process in fp64 with eager experts."""
+
+import functools
+
+import pytest
+import torch
+from families import cases, family
+from mixtures import FAMILIES, batch, build
+from pool import on_ranks
+from small_engines import engine_of, own_part
+
+import paramp
+from paramp.base.dtensor import local
+
+LAYOUTS = {
+    "ep2·tp2": {"expert": 2, "tensor": 2},
+    "ep4": {"expert": 4},
+    "dp2·ep2": {"data": 4, "expert": 2},
+    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
+    "ep2·pp2": {"expert": 2, "pipeline": 2},
+    "fsdp2·ep2": {"data": {"shard": 4}, "expert": 2},
+    "hsdp·ep2": {"data": {"replicate": 2, "shard": 2}, "expert": 2},
+    "fsdp·ep2·pp2": {"data": {"shard": 2}, "expert": 2, "pipeline": 2},
+    "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
+}
+"""On four ranks."""
+SMALL_LAYOUTS = {"ep2": {"expert": 2}, "fsdp·ep2": {"data": {"shard": 2}, "expert": 2}}
+"""On two: with as many ranks that shard parameters, experts are not sharded over any but the expert axis."""
+LARGE_LAYOUTS = {
+    "fsdp2·ep2·pp2": {"data": {"shard": 4}, "expert": 2, "pipeline": 2},
+    "fsdp2·ep2·tp2": {"data": {"shard": 4}, "expert": 2, "tensor": 2},
+    "hsdp2·fsdp2·ep2": {"data": {"replicate": 2, "shard": 4}, "expert": 2},
+}
+"""On eight."""
+LARGE_LR = 8.0
+"""So large that a weight's change in one step shows its gradient to the last bits."""
+LR, NUM_STEPS, OVERFLOW = 0.5, 10, 4
+"""Of the longer training, and its step that is to be skipped."""
+
+
+def cells(layouts, *part):
+    """Families and layouts; transformers has no pipeline plan of OLMoE."""
+    everything = [(name, layout) for name in FAMILIES for layout in layouts]
+    everything = [cell for cell in everything if cell[0] != "OLMoE" or "pp2" not in cell[1]]
+    return cases(f"expert layouts {len(layouts)}", everything, part, 1)
+
+
+@functools.cache
+def initial(name):
+    return build(name, num_experts=4).state_dict()
+
+
+@functools.cache
+def reference(name):
+    """The gradients of one batch and the norm of all; the weights after the longer training."""
+    model = build(name, num_experts=4).double()
+    tokens = batch(8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    grads = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+    for step, tokens in enumerate(batch(8 * NUM_STEPS).split(8)):
+        model.zero_grad()
+        if step != OVERFLOW:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.data.sub_(LR * parameter.grad)
+    weights = {key: value.detach() for key, value in model.named_parameters()}
+    return grads, torch.stack([grad.norm() for grad in grads.values()]).norm().item(), weights
+
+
+def worst_error(found, expected):
+    """The largest distance of a tensor from the expected one, relative to that, and which it is."""
+    largest = max(value.norm() for value in expected.values())
+    distances = {key: (found[key].double() - value).norm() for key, value in expected.items()}
+    return max((float(distances[key] / max(value.norm(), 1e-3 * largest)), key) for key, value in expected.items())
+
+
+def engine_for(name, layout, lr):
+    model = build(name, "grouped_mm" if "zero1" in layout else "eager", num_experts=4)
+    return engine_of(model, None, functools.partial(torch.optim.SGD, lr=lr))
+
+
+def stacks_of(engine):
+    return [value for key, value in engine.module.named_parameters() if key.endswith("experts.down_proj")]
+
+
+def check_cell(name, layout, parallel):
+    grads, norm, weights = reference(name)
+    with paramp.launch_from_torch({"parallel": parallel}) as context:
+        engine = engine_for(name, layout, LARGE_LR)
+        (tokens,) = own_part(context, batch(8))
+        engine.forward_backward({"input_ids": tokens, "labels": tokens})
+        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
+        before, after = initial(name), engine.full_state_dict()
+        found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
+        assert (error := worst_error(found, grads))[0] <= 1e-5, error
+        shards = parallel["data"]["shard"] if isinstance(parallel.get("data"), dict) else parallel["expert"]
+        assert all(local(value).numel() * shards == value.numel() for value in stacks_of(engine))
+
+        engine = engine_for(name, layout, LR)
+        for step, tokens in enumerate(batch(8 * NUM_STEPS).split(8)):
+            (tokens,) = own_part(context, tokens)
+            engine.forward_backward({"input_ids": tokens, "labels": tokens})
+            if step == OVERFLOW and context.rank == context.world_size - 1:
+                local(stacks_of(engine)[-1].grad).view(-1)[-1] = float("inf")
+            assert engine.step().stepped == (step != OVERFLOW)
+        assert (error := worst_error(engine.full_state_dict(), weights))[0] <= 1e-5, error
+        assert not engine.check_replicas()
+
+
+@family
+@pytest.mark.parametrize(("name", "layout"), cells(LAYOUTS, ("Mixtral", "fsdp2·ep2")))
+@on_ranks(4)
+def test_gradients_and_ten_steps_are_those_of_one_process(world, name, layout):
+    check_cell(name, layout, LAYOUTS[layout])
+
+
+@family
+@pytest.mark.parametrize(("name", "layout"), cells(SMALL_LAYOUTS, ("GPT-OSS", "fsdp·ep2")))
+@on_ranks(2)
+def test_those_of_two_ranks_are_too(world, name, layout):
+    check_cell(name, layout, SMALL_LAYOUTS[layout])
+
+
+@family
+@pytest.mark.parametrize(("name", "layout"), cells(LARGE_LAYOUTS, ("Qwen3-MoE", "fsdp2·ep2·pp2")))
+@on_ranks(8)
+def test_those_of_eight_ranks_are_too(world, name, layout):
+    check_cell(name, layout, LARGE_LAYOUTS[layout])
