@@ -91,6 +91,8 @@ LAYOUTS = {
     "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
     "ep2·tp2": {"expert": 2, "tensor": 2},
     "ep2·pp2": {"expert": 2, "pipeline": 2},
+    "fsdp2·ep2": {"data": {"shard": 4}, "expert": 2},
+    "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
 }
 TENSOR = {"*.up": "colwise", "*.down": "rowwise"}
 MAKES = {"muon": muon, "lamb": lamb, "adafactor": adafactor}
