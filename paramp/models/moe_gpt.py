@@ -123,6 +123,7 @@ class StackedExperts(nn.Module):
         return (of_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch compiles F.grouped_mm in bf16 only
 def product_by_group(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows (rows, inputs) times the matrix (outputs, inputs) of their group, of ``weights`` (groups, outputs, inputs).
 

@@ -1,6 +1,7 @@
 """MoEGPT: its arithmetic by hand, and its gradients on layouts, with a balance over the tokens of all data ranks."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -84,6 +85,21 @@ def test_a_product_by_group_takes_any_sizes_and_groups_without_rows():
     weights = torch.randn(3, 5, 6)
     found = product_by_group(rows, weights, ends)
     torch.testing.assert_close(found, torch.cat([rows[:3] @ weights[0].T, rows[3:] @ weights[2].T]))
+
+
+def test_compiled_blocks_have_the_gradients_of_others():
+    """torch compiles the product of groups in bf16 only, so that it runs outside of the graphs, which is said."""
+    x, y = next(batches(1))
+    gradients = []
+    for compiled in (False, {"backend": "aot_eager"}):
+        with paramp.launch_from_torch({"compile": compiled}):
+            model = small_moe()
+            engine = engine_of(model, model.loss)
+            with pytest.warns(UserWarning, match="a MixtureBlock, breaks at") if compiled else nullcontext():
+                engine.forward_backward(x, y)
+            gradients.append({name: parameter.grad.clone() for name, parameter in engine.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
 LAYOUTS = {
