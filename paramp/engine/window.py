@@ -216,7 +216,7 @@ class AccumulationWindow:
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
         self._unstepped = UnsteppedBatches(context.is_main)
-        self._scales = context.config.precision.scaling is not None
+        self._unfinished = context.config.precision.scaling is not None or context.world_size > 1
         self._after_backward: list[int] = []
 
     def _go(self, state: State) -> None:
@@ -240,7 +240,7 @@ class AccumulationWindow:
 
     def end_backward(self) -> None:
         """A backward has ended: what changes gradients from here on until the step is not the engine."""
-        if self._scales:
+        if self._unfinished:
             self._after_backward = self._gradients.versions()
 
     def _are_all_changed(self) -> bool:
@@ -283,9 +283,9 @@ class AccumulationWindow:
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
             self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
-            if self._scales:
+            if self._unfinished:
                 self._unstepped.warn_of_gradients(BY_HAND, scale)
-        elif self.state is State.OPEN and self._scales and self._are_all_changed():
+        elif self.state is State.OPEN and self._unfinished and self._are_all_changed():
             self._unstepped.warn_of_gradients(CHANGED, scale)
         self._go(state)
         self._num_calls += 1

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from families import rarely
 from pool import on_ranks
 from reference import batches, plain_fp32_training, small_gpt
 from small_engines import everywhere
@@ -221,7 +222,7 @@ def test_the_users_loader_is_not_changed_and_the_copy_keeps_its_class():
 
 
 @few_cores
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", rarely([False, True], True))
 def test_worker_seeds_are_equal_in_a_model_group_and_differ_between_data_ranks(persistent):
     def make():
         return DataLoader(Numbers(12), 2, shuffle=True, num_workers=2, persistent_workers=persistent, **WORKERS)

@@ -97,7 +97,7 @@ LAYOUTS = {
 TENSOR = {"*.up": "colwise", "*.down": "rowwise"}
 MAKES = {"muon": muon, "lamb": lamb, "adafactor": adafactor}
 EVERYTHING = [(one, other, make) for one in LAYOUTS for other in LAYOUTS for make in MAKES if one != other]
-PART = [("ep2·tp2", "ep4", "muon"), ("ep4", "ep2·tp2", "lamb")]
+PART = [("ep4", "ep2·tp2", "lamb")]
 
 
 @family

@@ -37,6 +37,7 @@ LAYOUTS = {
     "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
     "ep2·pp2": (4, {"expert": 2, "pipeline": 2}),
     "dp2·ep2 + zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
+    "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
 }
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
 PART = [("1", "16-mixed"), ("ep2", "16-mixed"), ("dp2·ep2 + zero1", "bf16-naive")]

@@ -25,12 +25,12 @@ IS_PART = not (WHOLE or SEED)
 STEPS_OF_PART = {"32-true": 5, "16-mixed": 7, "bf16-naive": 5, "16-naive": 7, "bf16-mixed": 5}
 """Mode -> steps: 5 that are made, and for fp16 2 that overflow."""
 PART = {
-    "tp2": ("32-true", "16-mixed", "bf16-naive"),
+    "tp2": ("32-true", "16-mixed"),
     "tp2 + sp": ("bf16-naive",),
     "pp2": ("32-true",),
-    "dp2": ("16-mixed", "bf16-naive"),
+    "dp2": ("16-mixed",),
     "dp2 + zero1": ("32-true",),
-    "fsdp2": ("32-true", "16-mixed"),
+    "fsdp2": ("16-mixed",),
     "pp2 zero-bubble": ("16-mixed",),
     "hsdp2x2": ("16-mixed",),
     "dp2·tp2": ("bf16-mixed",),
