@@ -21,9 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import require
+from ..base.torch_internals import take
 from ..parallel.token_counts import TokenCounts
 from .gpt import GPT, GPTConfig
 from .transformer import Block, Linear
+
+_uncompiled = take("torch._compile._disable_dynamo")  # torch.compiler.disable imports the compiler at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ class StackedExperts(nn.Module):
         return (of_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch compiles F.grouped_mm in bf16 only
+@_uncompiled  # type: ignore[untyped-decorator]  # torch compiles F.grouped_mm in bf16 only
 def product_by_group(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows (rows, inputs) times the matrix (outputs, inputs) of their group, of ``weights`` (groups, outputs, inputs).
 
