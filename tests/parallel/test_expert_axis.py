@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from pool import on_ranks, shared_folder
 from small_engines import assert_same_tensors, engine_of, own_part
+from small_mixture import StackedExperts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,21 +13,11 @@ import paramp
 from paramp.base.dtensor import local
 
 
-class Experts(nn.Module):
-    """Experts, each a matrix."""
+class Experts(StackedExperts):
+    """Experts whose weights are of order 1."""
 
-    def __init__(self, num_experts, width=8):
-        super().__init__()
-        self.num_experts = num_experts
-        self.weight = nn.Parameter(torch.randn(num_experts, width, width))
-
-    def forward(self, tokens, index, weights):
-        output = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):
-            token, place = torch.where(index == expert)
-            rows = (tokens[token] @ self.weight[expert]) * weights[token, place, None]
-            output = output.index_add(0, token, rows.to(output.dtype))
-        return output
+    def __init__(self, num_experts):
+        super().__init__(num_experts, std=1.0)
 
 
 class Mixture(nn.Module):

@@ -33,6 +33,22 @@ def small_moe() -> GPT:
     return settled(MoEGPT(SMALL_MOE))
 
 
+def sgd_in_plain_torch(model, loss_of, steps, *, skipped, length, lr=1.0):
+    """Losses of SGD with clipping, and how far each weight has gone; the batch ``skipped`` makes no step."""
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    for step, (x, y) in enumerate(batches(steps, length=length)):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step != skipped:
+            optimizer.step()
+    return losses, {name: value - start[name] for name, value in model.state_dict().items()}
+
+
 def settled(model: GPT) -> GPT:
     """``model`` with norms and biases that do something: others would hide mistakes in their gradients."""
     with torch.no_grad():

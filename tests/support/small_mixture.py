@@ -10,10 +10,10 @@ WIDTH, NUM_EXPERTS, CHOICES = 8, 4, 2
 class StackedExperts(nn.Module):
     """A matrix for each expert, which is called as transformers' modules of experts are."""
 
-    def __init__(self):
+    def __init__(self, num_experts=NUM_EXPERTS, std=1 / WIDTH):
         super().__init__()
-        self.num_experts = NUM_EXPERTS
-        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / WIDTH)
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, WIDTH, WIDTH) * std)
 
     def forward(self, tokens, index, weights):
         output = torch.zeros_like(tokens)

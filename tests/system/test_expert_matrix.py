@@ -14,13 +14,7 @@ import torch
 from families import WHOLE, cases, family
 from matrix import MODES, PAGE, from_small_scale, marks_of, replace_table, table
 from pool import World, run_on_ranks
-from reference import (
-    assert_follows,
-    assert_strays,
-    batches,
-    small_moe,
-    train_engine,
-)
+from reference import assert_follows, assert_strays, sgd_in_plain_torch, small_moe, train_engine
 from test_matrix import skip_without_library
 from torch.overrides import TorchFunctionMode
 
@@ -93,20 +87,9 @@ def alone(mode):
 @functools.cache
 def plain_training(dtype, lr):
     """The same in plain torch."""
-    model = small_moe().to(dtype)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    losses = []
     with ByPlace():
-        for step, (x, y) in enumerate(batches(STEPS, length=LENGTH)):
-            optimizer.zero_grad()
-            loss = MoEGPT.loss(model(x), y)
-            losses.append(loss.item())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if step != OVERFLOW_AT:
-                optimizer.step()
-    return losses, {name: value - start[name] for name, value in model.state_dict().items()}
+        model = small_moe().to(dtype)
+        return sgd_in_plain_torch(model, MoEGPT.loss, STEPS, skipped=OVERFLOW_AT, length=LENGTH, lr=lr)
 
 
 @pytest.fixture(scope="module")

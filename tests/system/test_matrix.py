@@ -26,7 +26,14 @@ from matrix import (
     table,
 )
 from pool import World, on_each_device, run_on_ranks
-from reference import assert_follows, assert_losses_follow, assert_strays, batches, small_gpt, train_engine
+from reference import (
+    assert_follows,
+    assert_losses_follow,
+    assert_strays,
+    sgd_in_plain_torch,
+    small_gpt,
+    train_engine,
+)
 
 import paramp
 from paramp.base.optional_packages import find_torchao
@@ -85,20 +92,8 @@ def train_all(world, parallel, modes, halved=(), adam=()):
 
 @functools.cache
 def plain_training(dtype):
-    """The same in plain torch: losses, and how far each weight has gone."""
-    model = build().to(dtype)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    losses = []
-    for step, (x, y) in enumerate(batches(STEPS, length=8)):
-        optimizer.zero_grad()
-        loss = GPT.loss(model(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step != OVERFLOW_AT:
-            optimizer.step()
-    return losses, {name: value - start[name] for name, value in model.state_dict().items()}
+    """The same in plain torch."""
+    return sgd_in_plain_torch(build().to(dtype), GPT.loss, STEPS, skipped=OVERFLOW_AT, length=8)
 
 
 @pytest.fixture(scope="module")
