@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -131,6 +132,21 @@ def gather_different(value: Any, device: torch.device) -> list[Any]:
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     highest, minus_lowest = bounds.tolist()
     return [value] if highest == -minus_lowest else gather_objects(value)
+
+
+def first_difference_over_ranks(
+    items: Sequence[Any], device: torch.device, end: Any = "nothing more"
+) -> tuple[int, Any, Any] | None:
+    """The first rank whose ``items`` are not rank 0's, and the first two that differ; None if there is none.
+
+    A collective of the world, as :func:`gather_different`. ``end``: what stands past the end of a shorter list.
+    """
+    everyone = gather_different(items, device)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue=end):
+            if first != other:
+                return rank, first, other
+    return None
 
 
 def gather_dtensors_over_gloo(key: str = "CUDA") -> torch.library.Library:

@@ -31,6 +31,7 @@ from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
 from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
+from ..config.layout import ParallelConfig
 from ..config.schema import Config
 from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
 from .error_report import report_uncaught
@@ -102,9 +103,10 @@ class ParallelContext:
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
         if mesh is None:
-            sizes = _mesh_sizes(config, self.world_size)
-            self.mesh: DeviceMesh = self._make_mesh(sizes)
-            self.shard_mesh = self._make_mesh(_with_shard_axis(sizes)) if "efsdp" in sizes else self.mesh
+            parallel = config.parallel
+            self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size, parallel.expert))
+            both = parallel.shard > 1 and parallel.expert > 1
+            self.shard_mesh = self._make_mesh(_mesh_sizes(parallel, self.world_size, 1)) if both else self.mesh
         else:
             self.mesh = self.shard_mesh = mesh.mesh
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
@@ -335,22 +337,18 @@ class ParallelContext:
         return f"ParallelContext({sizes}, rank {self.rank} of {self.world_size}, {self.device})"
 
 
-def _mesh_sizes(config: Config, world_size: int) -> dict[str, int]:
-    """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
-    parallel = config.parallel
-    size, shard, expert = parallel.data_size(world_size), parallel.shard, parallel.expert
+def _mesh_sizes(parallel: ParallelConfig, world_size: int, expert: int) -> dict[str, int]:
+    """The axes of the mesh that the launch functions make, the slowest first, and their sizes.
+
+    ``expert``: the size of the expert axis; 1: there is none.
+    """
+    size, shard = parallel.data_size(world_size), parallel.shard
     data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
     if expert > 1 and shard == 1:
         data = {"dp": size // expert, "ep": expert}
     elif expert > 1:
         data = {"dp_replicate": size // shard, "efsdp": shard // expert, "ep": expert}
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
-
-
-def _with_shard_axis(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The axes of a mesh with ``dp_shard`` in place of ``efsdp`` and ``ep``, and their sizes."""
-    whole = {"efsdp": ("dp_shard", sizes["efsdp"] * sizes["ep"])}
-    return dict(whole.get(name, (name, size)) for name, size in sizes.items() if name != "ep")
 
 
 _serials = itertools.count()

@@ -216,6 +216,7 @@ class AccumulationWindow:
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
         self._unstepped = UnsteppedBatches(context.is_main)
+        # Until a step gradients carry the loss scale, or are terms of sums over ranks.
         self._unfinished = context.config.precision.scaling is not None or context.world_size > 1
         self._after_backward: list[int] = []
 

@@ -13,8 +13,9 @@ weight, and their gradients the loss scale, of the microbatch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,12 @@ from ..base.errors import require
 from ..base.torch_internals import take
 from ..parallel.token_counts import TokenCounts
 from .gpt import GPT, GPTConfig
+from .presets import equal_stages
 from .transformer import Block, Linear
 
-_uncompiled = take("torch._compile._disable_dynamo")  # torch.compiler.disable imports the compiler at once
+Function = TypeVar("Function", bound=Callable[..., Any])
+_uncompiled: Callable[[Function], Function] = take("torch._compile._disable_dynamo")
+"""``torch.compiler.disable``, which would import the compiler at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,7 @@ class StackedExperts(nn.Module):
         return (of_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-@_uncompiled  # type: ignore[untyped-decorator]  # torch compiles F.grouped_mm in bf16 only
+@_uncompiled  # torch compiles F.grouped_mm in bf16 only
 def product_by_group(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows (rows, inputs) times the matrix (outputs, inputs) of their group, of ``weights`` (groups, outputs, inputs).
 
@@ -211,8 +215,5 @@ class MoEGPT(GPT):
         return ["blocks.*.mlp.experts"]
 
     def pipeline_split(self, num_stages: int) -> list[str] | None:
-        """The blocks that begin the second and each later stage; None if there are more stages than blocks."""
-        count = self.config.num_layers
-        if num_stages > count:
-            return None
-        return [f"blocks.{count * stage // num_stages}" for stage in range(1, num_stages)]
+        """As :func:`~paramp.models.presets.equal_stages` of the blocks."""
+        return equal_stages([f"blocks.{index}" for index in range(self.config.num_layers)], num_stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Self, TypeVar
@@ -51,6 +51,13 @@ def check_counts(config: Any) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
         require(field.type not in ("int", int) or is_count(value), field.name, value, "an integer of 1 or more")
+
+
+def equal_stages(blocks: Sequence[str], num_stages: int) -> list[str] | None:
+    """The blocks that begin the second and each later stage, of equal numbers; None if there are more stages."""
+    if num_stages > len(blocks):
+        return None
+    return [blocks[len(blocks) * stage // num_stages] for stage in range(1, num_stages)]
 
 
 def choose(presets: Mapping[str, Config], name: str, **changes: object) -> Config:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from .presets import PresetModel, check_counts, is_count
+from .presets import PresetModel, check_counts, equal_stages, is_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +114,13 @@ class ResNet(PresetModel):
         super().__init__(config, {**layers, "fc": nn.Linear(config.num_features, config.num_classes)})
 
     def pipeline_split(self, num_stages: int) -> list[str] | None:
-        """The blocks that begin the second and each later stage; None if there are more stages than blocks.
+        """As :func:`~paramp.models.presets.equal_stages` of the blocks.
 
         Stages have equal numbers of blocks, because all blocks cost about the same FLOPs: channels double where the
         image's area quarters. Balanced by parameters, the first stage would have nearly all the work.
         """
         names = [f"layer{group}.{index}" for group, depth in enumerate(self.config.depths, 1) for index in range(depth)]
-        if num_stages > len(names):
-            return None
-        return [names[len(names) * stage // num_stages] for stage in range(1, num_stages)]
+        return equal_stages(names, num_stages)
 
     def tensor_parallel_plan(self, tensor_size: int, sequence_parallel: bool) -> dict[str, str]:
         """Shard the classifier by its inputs, which divide for any number of classes; replicate all other layers.

@@ -29,6 +29,7 @@ from ..base.wrapped_models import unwrapped
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_weights import FlatWeights
+from ..optim.user_optimizer import settings_of
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.replica_counts import TiedParameter
 from .bit_hash import hash_bits
@@ -208,19 +209,16 @@ class Replicas:
                 yield _Compared(kind, param.name, group, partial(list, (values,)), tie)
         for weights in flat.by_optimizer:
             for param, stepped in weights.pairs():
-                weight, exchange = of_weights[param.name], weights.exchange
-                axes = exchange.axes if exchange is not None and param in exchange.owned else ()
+                weight, axes = of_weights[param.name], weights.exchanged_axes(param)
                 group, tie = self._group_of_stepped(weight, partitioned=param.buffer.num_parts > 1, exchanged=axes)
                 yield _Compared(STATE, param.name, group, partial(_states, weights.optimizer, stepped), tie)
 
     def _of_settings(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[_Compared]:
         """The numbers in param groups that users set; what steps count there has no default."""
-        for number, optimizer in enumerate(optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                for key in sorted(key for key in optimizer.defaults if _numbers(group[key])):
-                    name = f"optimizer[{number}]." * (len(optimizers) > 1) + f"param_groups[{index}][{key!r}]"
-                    values = partial(_setting, group, key, self._context.device)
-                    yield _Compared(SETTING, name, self._group(self._names), values)
+        for name, optimizer, group, key in sorted(settings_of(optimizers), key=lambda setting: setting[0]):
+            if key in optimizer.defaults and _numbers(group[key]):
+                values = partial(_setting, group, key, self._context.device)
+                yield _Compared(SETTING, name, self._group(self._names), values)
 
     def _group_of_stepped(
         self, weight: _Compared, *, partitioned: bool, exchanged: Sequence[str] = ()

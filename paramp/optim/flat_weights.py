@@ -254,6 +254,10 @@ class OptimizerWeights:
             return self.exchange.pairs()
         return ((param, param.stepped) for param in self.params if param.stepped is not None)
 
+    def exchanged_axes(self, param: FlatParam) -> Sequence[str]:
+        """The mesh's axes along which shards of ``param`` come here, of which this rank steps all; else none."""
+        return self.exchange.axes if self.exchange is not None and param in self.exchange.owned else ()
+
     def by_name(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer steps on this rank, by the whole model's names."""
         return {param.name: stepped for param, stepped in self.pairs()}

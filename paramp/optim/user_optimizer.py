@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, zip_longest
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..base.collectives import gather_different
+from ..base.collectives import first_difference_over_ranks
 from ..base.errors import ConfigError, one_line
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
@@ -104,20 +104,27 @@ def check_same_settings(
     Raises:
         ConfigError: on every rank, with the first difference.
     """
-    local = [
-        (f"optimizer[{number}]." * (len(optimizers) > 1) + f"param_groups[{index}][{key!r}]", _comparable(value))
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in (group | {"params": [names_of[one][0] for one in group["params"]]}).items()
-    ]
-    everyone = gather_different(local, device)
-    for rank, theirs in enumerate(everyone):
-        for (key, value), (other_key, other) in zip_longest(everyone[0], theirs, fillvalue=("nothing more", None)):
-            if (key, value) != (other_key, other):
-                raise ConfigError(
-                    f"optimizer: rank 0 has {key} = {one_line(str(value))}, but rank {rank} {other_key} = "
-                    f"{one_line(str(other))}; make it with the same groups and settings on every rank"
-                )
+    local = []
+    for place, _, group, key in settings_of(optimizers):
+        value = [names_of[one][0] for one in group["params"]] if key == "params" else group[key]
+        local.append((place, _comparable(value)))
+    if found := first_difference_over_ranks(local, device, end=("nothing more", None)):
+        rank, (key, value), (other_key, other) = found
+        raise ConfigError(
+            f"optimizer: rank 0 has {key} = {one_line(str(value))}, but rank {rank} {other_key} = "
+            f"{one_line(str(other))}; make it with the same groups and settings on every rank"
+        )
+
+
+def settings_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any], str]]:
+    """Of each setting where it stands, as in Python, and its optimizer, param group and key."""
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for key in group:
+                place = f"optimizer[{number}]." * (len(optimizers) > 1) + f"param_groups[{index}][{key!r}]"
+                yield place, optimizer, group, key
 
 
 def _comparable(value: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base.collectives import gather_different
+from ..base.collectives import first_difference_over_ranks
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, names_by_parameter, num_hooks
 from ..distributed.context import ParallelContext
@@ -44,12 +43,9 @@ def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks:
         for name, value in named_tensors(model)
         for count in [num_hooks(value)]
     ]
-    models = gather_different(local, context.device)
-    for rank, theirs in enumerate(models):
-        if theirs != models[0]:
-            pairs = itertools.zip_longest(models[0], theirs, fillvalue="nothing more")
-            first, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ConfigError(f"model: rank 0 has {first}, but rank {rank} has {other}; build the same on every rank")
+    if found := first_difference_over_ranks(local, context.device):
+        rank, first, other = found
+        raise ConfigError(f"model: rank 0 has {first}, but rank {rank} has {other}; build the same on every rank")
 
 
 def _check_embeddings(model: nn.Module, context: ParallelContext) -> None:

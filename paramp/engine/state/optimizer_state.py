@@ -86,13 +86,8 @@ class OptimizerState:
         for weights in self._weights:
             states = weights.optimizer.state
             for param, stepped in weights.pairs():
-                if self._is_whole(param) or (param.own[0] < param.own[1] and param.group != NO_GROUP):
+                if weights.exchanged_axes(param) or (param.own[0] < param.own[1] and param.group != NO_GROUP):
                     yield param, stepped, states[stepped] if begin else states.get(stepped, {})
-
-    def _is_whole(self, param: FlatParam) -> bool:
-        """Whether one rank steps all of ``param``, with shards from others."""
-        exchange = self._weights[param.optimizer].exchange
-        return exchange is not None and param in exchange.owned
 
     def _name(self, param: FlatParam, key: str) -> str:
         return f"{OPTIMIZER}{self._params.first_names[param.name]}.{key}"
@@ -105,10 +100,8 @@ class OptimizerState:
             raise CheckpointError(
                 f"{name}: got {type(value).__name__} as state, expected tensors and numbers with names without a dot"
             )
-        if self._is_whole(param):
-            exchange = self._weights[param.optimizer].exchange
-            assert exchange is not None
-            return whole_chunk(name, value, written=self._params.writes_whole(param, exchange.axes))
+        if exchanged := self._weights[param.optimizer].exchanged_axes(param):  # of all of it
+            return whole_chunk(name, value, written=self._params.writes_whole(param, exchanged))
         if value.shape == stepped.shape:  # elementwise, such as a moment: sliced like the weight
             return self._params.trained(param, name, value)
         whole = param.own == (0, math.prod(self._params.shapes[param.name]))

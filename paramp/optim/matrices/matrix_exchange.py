@@ -56,8 +56,8 @@ class MatrixExchange:
         params: Sequence[FlatParam],
         shapes: Mapping[str, torch.Size],
         group: dist.ProcessGroup,
-        axes: Sequence[str] = (),
-        stay: Sequence[FlatParam] = (),
+        axes: Sequence[str],
+        stay: Sequence[FlatParam],
     ) -> None:
         """A collective of ``group``, whose ranks have the same ``params``.
 
