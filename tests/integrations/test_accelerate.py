@@ -187,7 +187,7 @@ PART = [(2, "ddp", "fp16", True), (2, "fsdp", "fp16", False), (2, "tp", "bf16", 
 
 
 @family
-@arguments(("size", "layout", "precision", "late"), cases("accelerate", EVERYTHING, PART, 4))
+@arguments(("size", "layout", "precision", "late"), cases("accelerate", EVERYTHING, PART, 2))
 def test_losses_norms_and_weights_are_those_of_one_process(size, layout, precision, late):
     run_on_ranks(size, __name__, "against_one_process", {"layout": layout, "precision": precision, "late": late})
 
@@ -254,7 +254,7 @@ RESUMES = [*((2, layout) for layout in ("ddp", "fsdp")), *((4, layout) for layou
 
 
 @family
-@arguments(("size", "layout"), cases("accelerate-resume", RESUMES, [(2, "fsdp")], 2))
+@arguments(("size", "layout"), cases("accelerate-resume", RESUMES, [(2, "fsdp")], 1))
 def test_resume_at_the_same_scale(size, layout):
     run_on_ranks(size, __name__, "resumed", {"layout": layout})
 

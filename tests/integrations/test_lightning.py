@@ -100,7 +100,7 @@ ON_FOUR = ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (
 
 
 @family
-@pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 3))
+@pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 1))
 def test_the_trainer(name):
     """On two ranks several modes, else one mode on four."""
     runs = ON_TWO if name == "two ranks" else [(layout, name) for layout in ON_FOUR]

@@ -203,7 +203,7 @@ PART = [(2, "fsdp", "fp16", 2), (4, "fsdp-tp", "fp16", 1)]
 
 
 @family
-@pytest.mark.parametrize(("size", "layout", "precision", "accumulated"), cases("trainer", EVERYTHING, PART, 6))
+@pytest.mark.parametrize(("size", "layout", "precision", "accumulated"), cases("trainer", EVERYTHING, PART, 2))
 def test_layouts_and_precisions(size, layout, precision, accumulated):
     given = {"layout": layout, "precision": precision, "accumulated": accumulated}
     run_on_ranks(size, __name__, "check_layout", given)

@@ -62,7 +62,7 @@ def tolerance(row):
 
 
 @family
-@pytest.mark.parametrize(("mode", "kind", "backend"), cases("experts", EVERYTHING, PART, 12))
+@pytest.mark.parametrize(("mode", "kind", "backend"), cases("experts", EVERYTHING, PART, 4))
 def test_experts_compute_in_the_modes_dtype_and_routers_in_fp32(mode, kind, backend, capsys):
     """Forward and backward. Gradients are those of fp64 with the same routing, within the mode's rounding errors.
 
@@ -85,7 +85,7 @@ OVER_RANKS = [(mode, kind) for mode in MODES for kind in (*FAMILIES, "MoEGPT")]
 
 
 @family
-@pytest.mark.parametrize(("mode", "kind"), cases("experts over ranks", OVER_RANKS, [("16-mixed", "MoEGPT")], 4))
+@pytest.mark.parametrize(("mode", "kind"), cases("experts over ranks", OVER_RANKS, [("16-mixed", "MoEGPT")], 2))
 @on_ranks(2)
 def test_experts_over_data_ranks_compute_in_the_modes_dtype_and_routers_in_fp32(world, mode, kind):
     config = {"precision": mode, "emulate_fp16": True, "parallel": {"expert": 2}}

@@ -1,7 +1,7 @@
 """Ranks killed at random moments, also while they save: every run ends with the weights of the one left in peace.
 
-``make test`` makes a short such run of two ranks, ``make test-sample`` one of four, ``make test-all`` twenty; also some
-that go on in another layout.
+``make test`` makes a short such run of two ranks, ``make test-sample`` one of four, ``make test-all`` twenty long ones;
+also some that go on in another layout.
 """
 
 import functools
@@ -10,7 +10,7 @@ import random
 
 import pytest
 from commands import COLD
-from families import SEED, WHOLE, cases, family
+from families import WHOLE, cases, family
 from victims import TINY, Run, torchrun_command, weights_at
 
 LAYOUTS = {
@@ -18,10 +18,9 @@ LAYOUTS = {
     "dp2-tp2": (4, ["--tp", "2", "--dp", "2"]),
     "dp2": (2, ["--dp", "2"]),
 }
-IS_LONG = bool(WHOLE or SEED)
-STEPS, EVERY = (24, 3) if IS_LONG else (8, 2)
-START = COLD if IS_LONG else {}
-SHORT = [] if IS_LONG else ["--data", "README.md", "--batch-size", "4"]
+STEPS, EVERY = (24, 3) if WHOLE else (8, 2)
+START = COLD if WHOLE else {}
+SHORT = [] if WHOLE else ["--data", "README.md", "--batch-size", "4"]
 OF_FOUR = [(layout, number) for number in range(10) for layout in ("pp2-tp2", "dp2-tp2")]
 RUNS = cases("chaos", [*OF_FOUR, ("dp2", 0)], [("dp2", 0)], 1)
 

@@ -12,7 +12,7 @@ from gpu_cells import DOCUMENTED, FEATURES, PART, ROOT, Runs, every, on_fake_dev
 from matrix import MODES
 
 pytestmark = on_fake_device
-CELLS = cases("gpu ways", every() if WHOLE or SEED else PART, PART, 12)
+CELLS = cases("gpu ways", every() if WHOLE or SEED else PART, PART, 4)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ OVERFLOW_AT = 4
 ADAM_LAYOUT = "pp2·tp2"
 FP16_ADAM = {"O3", "16-true"}
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
-CELLS = chosen("matrix", EVERYTHING, PART, 8)
+CELLS = chosen("matrix", EVERYTHING, PART, 4)
 HALVED_CELLS = [cell for cell in CELLS if LAYOUTS[cell[0]][0] > 1]
 ADAM = [mode for layout, mode in CELLS if layout == ADAM_LAYOUT and mode in FP16_ADAM]
 
