@@ -23,7 +23,7 @@ DOTTED = {f"{row.owner}.{name}" for row in internals.INVENTORY for name in row.n
 PUBLIC = {"_asdict", "_replace", "_fields", "_exit", "_current_frames"}
 """Documented by Python in spite of their underscores."""
 GIVEN = {
-    *("_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_runs_forward_of_class", "_whole_on_meta"),
+    *("_amp_state", "_combined_from", "_eager_forward", "_inputs_saturate", "_runs_forward_of_class", "_whole_on_meta")
 }
 """Attributes that paramp gives to objects of others by names in constants, beside those that begin with _paramp."""
 MODULES = {"dist": "torch.distributed", "c10d": "torch.distributed.distributed_c10d", "nn": "torch.nn"}

@@ -12,19 +12,7 @@ from pool import on_ranks
 from reference import whole
 from small_mlp import batch, build, tensor_parallel
 from torch import nn
-from trainer_runs import (
-    INF,
-    MAX_NORM,
-    ROUNDING,
-    SCALE,
-    STEPS,
-    UNITS,
-    check_weights,
-    in_plain_torch,
-    quiet,
-    sgd,
-    spoil,
-)
+from trainer_runs import INF, MAX_NORM, ROUNDING, SCALE, STEPS, UNITS, check_weights, in_plain_torch, quiet, sgd, spoil
 
 import paramp
 from paramp.integrations.shared_grad_scaler import SharedGradScaler

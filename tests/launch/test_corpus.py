@@ -232,10 +232,7 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(text, "ENCODED", 2**12)  # in pieces that end at lines
     corpus = load_corpus(str(tmp_path / "data"), tokenizer=str(folder))
-    assert parts(corpus) == [
-        [2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 55,
-        [3, 3, 2, 0, 5] * 45,
-    ]
+    assert parts(corpus) == [[2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 55, [3, 3, 2, 0, 5] * 45]
     assert (corpus.vocab_size, corpus.unit) == (6, "token")
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
     # The end of a text is in the tokenizer's configuration, or there is none.
@@ -357,11 +354,7 @@ UNUSABLE = [
     ("x.idx", {"x.idx": CUT}, "no file 'x.bin'; Megatron's data is a pair"),
     ("x", megatron("x", PAIR) | {"x.idx": CUT[:60]}, "x.idx' has 60 bytes, expected 82 for its 2 sequences and 3 doc"),
     ("x", megatron("x", PAIR) | {"x.idx": CUT[:20]}, "expected b'MMIDIDX"),
-    (
-        "x",
-        megatron("x", PAIR, magic=b"TNTIDX\0\0\0"),
-        "x.idx' begins with b'TNTIDX",
-    ),
+    ("x", megatron("x", PAIR, magic=b"TNTIDX\0\0\0"), "x.idx' begins with b'TNTIDX"),
     ("x", megatron("x", PAIR, version=2), "x.idx' has version 2, expected 1"),
     ("x", megatron("x", PAIR, code=11), "x.idx' has the dtype code 11, expected an integer dtype: 1 uint8"),
     ("x", megatron("x", PAIR, code=7), "dtype code 7 (float32), expected an integer dtype"),

@@ -30,10 +30,7 @@ def test_the_report_names_parameter_rank_and_stage_of_what_was_planted(world, tm
     found = re.search(r"step 2 was skipped: backward overflow in \S+: inf in the gradient of (\S+) in (.*): lower", log)
     where = "rank 3 (pp 1, dp 0, tp 1, stage 1)"
     assert found is not None, log
-    assert found.groups() == (
-        "blocks.2.attention.qkv.weight",
-        f"microbatch 2 on {where} at a loss scale of 65536",
-    )
+    assert found.groups() == ("blocks.2.attention.qkv.weight", f"microbatch 2 on {where} at a loss scale of 65536")
     assert re.findall(r"^  gradient of (\S+) on (.*?): inf, \d+ of", log, re.M) == [
         (found[1], where)  # and no other
     ]

@@ -143,10 +143,7 @@ def norm_twice(self, *args, **kwargs):
 
 REFUSED_PARTITIONS = {
     "extra": (with_extra, r"parameters that are not in .*model\.extra\.weight, model\.extra\.bias"),
-    "other embeddings": (
-        lambda: with_forward(doubled_embeddings),
-        r"does not just apply .* one after the other",
-    ),
+    "other embeddings": (lambda: with_forward(doubled_embeddings), r"does not just apply .* one after the other"),
     "no plan": (without_pipeline_plan, "has no pipeline plan"),
     "twice": (lambda: with_forward(norm_twice), r"it calls model\.norm 2 times"),
     "on meta": (lambda: on_meta("llama"), r"'model\.embed_tokens\.weight' of LlamaForCausalLM is on the meta"),

@@ -100,12 +100,12 @@ class Cell(NamedTuple):
         """What :mod:`train_gpu_cells` reads. A ConfigError if the feature is none of the mode and layout."""
         size, parallel = ALL_LAYOUTS[self.layout]
         job = dict(FEATURES[self.feature])
-        config = {key: job.pop(key) for key in [*job] if key not in OTHER_KEYS}
-        config |= {"parallel": parallel, "precision": self.mode}
-        paramp.Config(**config)
         has_program = self.mode == "16-mixed" and self.layout in PROGRAM_LAYOUTS.get(self.feature, "1")
         if ("pipeline" in parallel and self.feature == "own loop") or ("program" in job and not has_program):
             raise ConfigError("not in a pipeline, or not in an engine")
+        config = {key: job.pop(key) for key in [*job] if key not in OTHER_KEYS}
+        config |= {"parallel": parallel, "precision": self.mode}
+        paramp.Config(**config)
         return job | {"size": size, "config": config}
 
     def is_one(self) -> bool:
@@ -137,8 +137,9 @@ def every() -> list[Cell]:
 
     It takes seconds to ask which can be.
     """
-    cells = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
-    cells += [Cell(mode, name, "plain") for name in OTHER_SCHEDULES for mode in SCHEDULE_MODES]
+    plain = [Cell(mode, layout, "plain") for layout in LAYOUTS for mode in MODES]
+    plain += [Cell(mode, name, "plain") for name in OTHER_SCHEDULES for mode in SCHEDULE_MODES]
+    cells = [*PART, *(cell for cell in plain if cell.is_one())]
     for number, feature in enumerate(FEATURES):
         first, chosen = {}, []
         for place, layout in enumerate(ALL_LAYOUTS):
@@ -146,7 +147,7 @@ def every() -> list[Cell]:
             chosen += able[(number + place) % len(able) :][:1] if able else []
             first = {cell.mode: cell for cell in able} | first
         cells += [*chosen, *(cell for mode, cell in first.items() if mode not in {cell.mode for cell in chosen})]
-    return list(dict.fromkeys([*PART, *(cell for cell in cells if cell.is_one())]))
+    return list(dict.fromkeys(cells))
 
 
 class Runs:

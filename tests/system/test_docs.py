@@ -333,11 +333,7 @@ def test_a_page_that_loads_something_over_the_network_fails_the_build(site, line
 
 def test_cells_of_tables_have_the_heads_of_their_columns(site):
     page = markdown.markdown("| | `a` b | c |\n|-|-|-|\n| x | y | |", extensions=["tables", site.LabelledTables()])
-    assert re.findall(r"<td.*?</td>", page) == [
-        "<td>x</td>",
-        '<td data-label="a b">y</td>',
-        '<td data-label="c"></td>',
-    ]
+    assert re.findall(r"<td.*?</td>", page) == ["<td>x</td>", '<td data-label="a b">y</td>', '<td data-label="c"></td>']
 
 
 def test_the_messages_to_look_up_are_messages_of_the_code():

@@ -135,13 +135,13 @@ def test_the_script_of_colossalais_document_trains(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("DATA", str(tmp_path))
     epoch = re.compile(r"Epoch (\d+) - train loss: (\S+), lr: (\S+)$", re.MULTILINE)
     try:
-        run_example("colossalai_resnet34", "naive", "--epochs", 1, "--images", 4, "--batch-size", 4)
+        run_example("colossalai_resnet34", "naive", "--epochs", 1, "--images", 2, "--batch-size", 2)
         assert paramp.get_context().config.NUM_EPOCHS == 1
     finally:
         paramp.get_context().close()
     ((_, loss, rate),) = epoch.findall(capsys.readouterr().err)
     assert 0 < float(loss) < 100
     assert float(rate) == 0.0  # the cosine of one epoch has ended
-    arguments = ["--epochs", "1", "--images", "8", "--batch-size", "4"]
+    arguments = ["--epochs", "1", "--images", "4", "--batch-size", "2"]
     spread = succeeded(torchrun(2, "examples/colossalai_resnet34.py", *arguments, DATA=str(tmp_path)))
     assert [found[::2] for found in epoch.findall(spread.stderr)] == [("0", "0")]  # rank 0 alone says so

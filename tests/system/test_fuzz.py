@@ -56,12 +56,10 @@ def fuzz(short: int, full: int):
 # ------------------------------------------------------------------------------------------------------- what is drawn
 
 INTEGERS = st.one_of(
-    st.integers(-1, 9),
-    st.sampled_from([16, 32, 64, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400]),
+    st.integers(-1, 9), st.sampled_from([16, 32, 64, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**400])
 )
 NUMBERS = st.one_of(
-    st.floats(),
-    st.sampled_from([0.0, -0.0, 0.5, 1.0, 2.0, 1e-45, 1e-320, 1e39, 1e300, math.inf, math.nan]),
+    st.floats(), st.sampled_from([0.0, -0.0, 0.5, 1.0, 2.0, 1e-45, 1e-320, 1e39, 1e300, math.inf, math.nan])
 )
 ODD_TEXTS = ["auto", "True", "1", "", " ", "\n", "a\nb", "\0", "\ud800", "nan", "1e999", "x" * 3000, "%s", "{}"]
 NAMES_OF_MODES = [*PRESETS, *SCHEDULES, *map(str, ALIASES), "float16", "fp16", "torch.float8_e4m3fn", "torch.nn"]

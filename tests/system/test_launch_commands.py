@@ -18,7 +18,7 @@ from pages import blocks, read
 from paramp.distributed.rendezvous import free_port
 
 JOB = ("launch/train.py", "--tp", "2", "--pp", "2", "--precision", "32-true", "--batch-size", "8", "--seq-len", "16")
-JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8")
+JOB = (*JOB, "--steps", "5", "--set", "train.eval_sequences=8", "--data", "README.md")
 MEET = [PYTHON, "tests/support/scripts/meet.py"]
 ON_THE_PAGE = next(block for block in blocks("docs/launching.md", "text") if "slots" in block)
 """A hostfile."""

@@ -14,26 +14,9 @@ import pytest
 import torch
 from families import WHOLE, family
 from families import cases as chosen
-from matrix import (
-    ACROSS,
-    LAYOUTS,
-    MODES,
-    PAGE,
-    PART,
-    from_small_scale,
-    marks_of,
-    replace_table,
-    table,
-)
+from matrix import ACROSS, LAYOUTS, MODES, PAGE, PART, from_small_scale, marks_of, replace_table, table
 from pool import World, on_each_device, run_on_ranks
-from reference import (
-    assert_follows,
-    assert_losses_follow,
-    assert_strays,
-    sgd_in_plain_torch,
-    small_gpt,
-    train_engine,
-)
+from reference import assert_follows, assert_losses_follow, assert_strays, sgd_in_plain_torch, small_gpt, train_engine
 
 import paramp
 from paramp.base.optional_packages import find_torchao

@@ -148,10 +148,7 @@ def tensorboard_log(folder):
     return (lambda values, step: [writer.add_scalar(name, value, step) for name, value in values.items()]), read
 
 
-@pytest.mark.parametrize(
-    "logger",
-    [tensorboard_log, pytest.param(wandb_log, marks=[family, long])],
-)
+@pytest.mark.parametrize("logger", [tensorboard_log, pytest.param(wandb_log, marks=[family, long])])
 def test_hooks_of_other_loggers_write_what_they_are_given(tmp_path, logger):
     """Numbers that are finite alone, each step; nothing where the log is off."""
     log, read = logger(tmp_path)
