@@ -27,7 +27,6 @@ from ..observe.overflow_diagnosis import diagnose_overflow, divergence
 from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
-from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
@@ -98,10 +97,10 @@ class Engine:
         self.before_step: list[Callable[[], None]] = []
         self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
-        waits = context.config.parallel.data_ranks_wait or bool(token_counts(stages))
+        batches = WindowRecord(stages, device)
+        waits = context.config.parallel.data_ranks_wait or bool(batches.counts)
         self._failure = SharedFailure(context, data_ranks_wait=waits)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
-        batches = WindowRecord(stages, device)
         losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)

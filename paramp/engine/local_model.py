@@ -53,7 +53,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     shapes = {name: value.shape for name, value in joined.module.named_parameters(remove_duplicate=False)}
     keep_routers_wide(joined.module, config.precision)
     for counts in token_counts(joined.module):
-        counts.group = context.batch_axis.group
+        counts.join(context.batch_axis.group)
     _move(joined.module, context.device)
     broadcast_replicas([tensor for _, tensor in named_tensors(joined.module) if not tensor.is_meta], context)
     whole = outline(joined.module)  # with the layers' own classes, which define how they are filled

@@ -219,6 +219,8 @@ class OptimizerStep:
             self._changes.end_step()
         if self.averages is not None:
             self.averages.move(decision.skip)
+        for counts in self._window.batches.counts:
+            counts.end_step(decision.skip)
         return self._record(decision)
 
     def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:

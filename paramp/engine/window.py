@@ -294,8 +294,7 @@ class AccumulationWindow:
         if state is State.CALLED:
             self._gradients.snapshot()
             return False
-        self.mean_factor, self._length = self._accumulation / self._length, self._accumulation
-        self._num_calls = 0
+        self.mean_factor, self._length, self._num_calls = self._accumulation / self._length, self._accumulation, 0
         self.batches.scale = scale
         return True
 
@@ -321,9 +320,8 @@ class AccumulationWindow:
             self._gradients.drop(overflow=state is not State.STEPPED)
             self.losses.restart()
             self.batches.drop()
-            self._num_calls, self._length = 0, self._accumulation
+            self._num_calls, self._length, self._before = 0, self._accumulation, State.EMPTY
             self._failed = self.foreign.accumulated = False
-            self._before = State.EMPTY
             self._go(State.EMPTY)
 
     def restart(self) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..base.backward_state import in_backward
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..base.torch_internals import expect
 from .exact_layout import ExactLayout, Position
 
-expect("torch._C._current_graph_task_id", "torch._C.DisableTorchFunction")
+expect("torch._C.DisableTorchFunction")
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Forwards:
     @contextmanager
     def _forward(self, name: str) -> Iterator[None]:
         first_sample = self.position().first_sample
-        if is_recomputing():
+        if in_backward():
             if not self._running:
                 self._again = Counter(self._earlier.get((first_sample, name), {}))
                 self.fused = self._fused_at.get(name, 0)
@@ -130,7 +131,7 @@ class Forwards:
         Raises:
             ConfigError: none runs, or it is computed again and which one it is of several is not known.
         """
-        again = is_recomputing()
+        again = in_backward()
         if not self._running:
             how = "is computed again in the backward" if again else "runs"
             raise ConfigError(
@@ -148,8 +149,3 @@ class Forwards:
 def unwatched() -> AbstractContextManager[None]:
     """A context in which torch's functions run as they are: for code whose own calls depend on no layout."""
     return torch._C.DisableTorchFunction()
-
-
-def is_recomputing() -> bool:
-    """Whether a backward runs: forwards in it are those of activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1

@@ -4,33 +4,26 @@ A router gives each token to a few of the experts, each of them an MLP with a ga
 
     x (tokens, width) ─► router, in fp32 ─► index, weights (tokens, choices) ─► sum over choices of weight · expert(x)
 
-Two losses, of each layer, are added to the model's in training. That of the balance is E · Σ f_i P_i, where f_i is the
-share of choices that expert i got, over all data ranks, and P_i its mean probability. The other one is the mean of
-logsumexp(logits)², which keeps logits small (Zoph et al. 2022). Both are outputs of the blocks, so that they have the
-weight, and their gradients the loss scale, of the microbatch.
+Two losses, of each layer, are added to the model's in training: that of the balance
+(:mod:`paramp.parallel.token_counts`), and the mean of logsumexp(logits)², which keeps logits small (Zoph et al. 2022).
+Both are outputs of the blocks, so that they have the weight, and their gradients the loss scale, of the microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import require
-from ..base.torch_internals import take
-from ..parallel.token_counts import TokenCounts
+from ..parallel.token_counts import TokenCounts, uncompiled
 from .gpt import GPT, GPTConfig
 from .presets import equal_stages
 from .transformer import Block, Linear
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-_uncompiled: Callable[[Function], Function] = take("torch._compile._disable_dynamo")
-"""``torch.compiler.disable``, which would import the compiler at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +38,14 @@ class MoEGPTConfig(GPTConfig):
     """What the loss of the balance is multiplied by."""
     z_weight: float = 0.001
     """What the mean square of the logits' logsumexp is multiplied by."""
+    bias_rate: float = 0.0
+    """What a step moves the bias of each expert by, towards equal numbers of tokens; 0: there are none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         chosen, most = self.experts_per_token, self.num_experts
         require(chosen <= most, "experts_per_token", chosen, f"at most num_experts {most}")
-        for name in ("balance_weight", "z_weight"):
+        for name in ("balance_weight", "z_weight", "bias_rate"):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "a finite number of 0 or more")
 
@@ -87,18 +82,19 @@ class TopKRouter(nn.Module):
         self.num_chosen = config.experts_per_token
         self.balance_weight, self.z_weight = config.balance_weight, config.z_weight
         self.scores = Linear(config.width, config.num_experts, config.init_std, bias=False)
-        self.counts = TokenCounts(config.num_experts)
+        self.counts = TokenCounts(config.num_experts, config.bias_rate)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of tokens (tokens, width): index and weight of their experts, (tokens, choices), and the losses, 0-dim."""
         logits = self.scores(x)
         probabilities = logits.softmax(-1)
-        highest, index = probabilities.topk(self.num_chosen)
+        bias = self.counts.bias
+        index = (probabilities if bias is None else probabilities + bias).topk(self.num_chosen).indices
+        highest = probabilities.gather(-1, index)
         weights = highest / highest.sum(-1, keepdim=True)
         if not self.training:
             return index, weights, logits.new_zeros(())
-        counts = self.counts(index)
-        balance = len(counts) * ((counts / counts.sum()).to(logits.dtype) * probabilities.mean(0)).sum()
+        balance = self.counts.balance(self.counts(index), probabilities)
         z = logits.logsumexp(-1).square().mean()
         return index, weights, self.balance_weight * balance + self.z_weight * z
 
@@ -130,7 +126,7 @@ class StackedExperts(nn.Module):
         return (of_token * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-@_uncompiled  # torch compiles F.grouped_mm in bf16 only
+@uncompiled  # torch compiles F.grouped_mm in bf16 only
 def product_by_group(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Rows (rows, inputs) times the matrix (outputs, inputs) of their group, of ``weights`` (groups, outputs, inputs).
 

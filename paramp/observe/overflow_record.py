@@ -11,6 +11,7 @@ import torch
 from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import RandomStream, random_states, set_random_states
 from ..parallel.batches import Batch
+from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 
 
@@ -42,6 +43,7 @@ class WindowRecord:
 
     def __init__(self, stages: Stages, device: torch.device) -> None:
         self.stages = stages
+        self.counts = token_counts(stages)  # of the tokens in the window
         self._device = device
         self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
         self.calls: list[RecordedBatch] | None = []
@@ -70,8 +72,10 @@ class WindowRecord:
 
     def drop(self) -> None:
         """Discard the batches of an unfinished window, after its gradients were zeroed."""
-        if self.scale is None:
+        if self.is_open:
             self.calls = []
+            for counts in self.counts:
+                counts.restart()
 
     @contextmanager
     def again(self) -> Iterator[Iterator[RecordedBatch]]:

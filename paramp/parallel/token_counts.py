@@ -1,44 +1,150 @@
-"""How many tokens each expert of a mixture got, over all data ranks: what a loss that balances experts needs."""
+"""How many tokens each expert of a mixture got in a step: what balances the experts, by a loss or by biases of scores.
+
+Both are defined over the global batch, of which a forward sees one microbatch on one data rank. So counts are added up
+over data ranks in each forward, and over the forwards of a step, each token once: a forward that activation
+checkpointing repeats adds nothing.
+
+**The loss** (Fedus et al. 2022) is E · Σ f_i P_i, where f_i is the share of choices that expert i got and P_i its mean
+probability, in the global batch. It is the mean over microbatches of E · Σ f_i P_i(microbatch), so that f, which is not
+differentiated, is all that a microbatch needs to know of the others. Qiu et al. 2025 (*Demons in the detail*, arXiv
+2501.11873) keep the counts of the microbatches so far in a buffer, and take f from it. Here a forward does so, and a
+backward takes f from what the buffer has by then. Where all forwards of a step precede its backwards, that is the
+global batch, and the gradient is exact: with one microbatch, and with the schedules ``gpipe`` and ``looped-bfs``.
+
+**The biases** (Wang et al. 2024, *Auxiliary-loss-free load balancing*, arXiv 2408.15664; DeepSeek-V3) are added to the
+scores by which experts are chosen, not to their weights. After a step that was made, each moves by a fixed rate towards
+equal counts.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from ..base.backward_state import in_backward
 from ..base.collectives import all_reduce_
+from ..base.torch_internals import take
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+uncompiled: Callable[[Function], Function] = take("torch._compile._disable_dynamo")
+"""``torch.compiler.disable``, which would import the compiler at once."""
+
+
+REENTRANT = (
+    "TokenCounts: a backward repeats a forward that was not counted, expected one with gradients; call "
+    "torch.utils.checkpoint with use_reentrant=False, or use activation_checkpointing of the configuration"
+)
+DROPPED = (
+    "TokenCounts: the counts of this forward were dropped before its backward; call zero_grad() before the forward, or "
+    "after the step"
+)
 
 
 class TokenCounts(nn.Module):
-    """The number of tokens that chose each of ``num_experts``, of all data ranks once an engine has the model.
+    """The number of tokens that chose each of ``num_experts``: a module that a router calls in training.
 
-    A module of the user's router calls it in training: with it, a loss that balances experts is one of the global batch
-    (Qiu et al. 2025, *Demons in the detail*, arXiv 2501.11873). Every data rank has to call it as often. It keeps
-    nothing from call to call: a forward that checkpointing repeats has the same counts.
+    In an engine it counts the step so far, on all data ranks, so that every data rank has to call it as often. Without
+    an engine it counts one call on this rank.
 
     Attributes:
-        group: the data ranks, whose counts are added up; None: this process alone.
+        bias: for the scores by which experts are chosen, (experts), fp32; None with a ``bias_rate`` of 0.
+        total: counts of the step so far, (experts), int64.
     """
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.group: dist.ProcessGroup | None = None
+    bias: torch.Tensor | None
+    total: torch.Tensor
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        """Counts (experts), int64, of ``index``, the experts of each token (tokens, choices), int64."""
-        chosen = index.reshape(-1)
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=index.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        if self.group is not None:
-            all_reduce_(counts, self.group)
-        return counts
+    def __init__(self, num_experts: int, bias_rate: float = 0.0) -> None:
+        """``bias_rate``: what a step moves each bias by."""
+        super().__init__()
+        self.num_experts, self.bias_rate = num_experts, bias_rate
+        self.register_buffer("total", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if bias_rate else None)
+        self._group: dist.ProcessGroup | None = None
+        self._adds_up = False
+        self._num_added = 0  # forwards in the step so far
+
+    def reset_parameters(self) -> None:
+        """Set counts and biases to zero."""
+        self.total.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def join(self, data_ranks: dist.ProcessGroup) -> None:
+        """Add up over ``data_ranks`` and forwards from now on, until :meth:`end_step` or :meth:`restart`."""
+        self._group, self._adds_up = data_ranks, True
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: it counts for itself."""
-        return vars(self) | {"group": None}
+        return vars(self) | {"_group": None, "_adds_up": False}
+
+    @uncompiled
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        """Count ``index``, the experts of each token (tokens, choices), int64; return the counts so far, (experts)."""
+        if self._adds_up and in_backward():
+            if not self._num_added:
+                raise RuntimeError(REENTRANT)
+            return self.total.clone()
+        chosen = index.reshape(-1)
+        counts = torch.zeros_like(self.total).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if self._group is not None:
+            all_reduce_(counts, self._group)
+        if not self._adds_up or not torch.is_grad_enabled():
+            return counts
+        self._num_added += 1
+        return self.total.add_(counts).clone()
+
+    @uncompiled
+    def balance(self, counts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+        """The loss of the balance, 0-dim: E · Σ f_i P_i.
+
+        Args:
+            counts: what :meth:`forward` returned, (experts): f in the loss. In an engine the gradient has f of the step
+                up to the backward.
+            probabilities: of each token (tokens, experts), floating point; P is its mean over tokens.
+        """
+        mean = probabilities.mean(0)
+        if self._adds_up and torch.is_grad_enabled():
+            return cast(torch.Tensor, _Balance.apply(mean, counts, self))
+        return (self.slope(counts, mean.dtype) * mean).sum()
+
+    def slope(self, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The derivatives of the balance with respect to P, E · f, (experts)."""
+        return self.num_experts * counts.to(dtype) / counts.sum()
+
+    @torch.no_grad()
+    def end_step(self, skip: torch.Tensor) -> None:
+        """Move the biases towards equal counts, unless ``skip``, 0-dim bool; forget the step."""
+        if self.bias is not None:
+            missing = self.total.sum() - self.num_experts * self.total  # integers: a tie stays one
+            self.bias.add_(missing.sign() * ~skip, alpha=self.bias_rate)
+        self.restart()
+
+    def restart(self) -> None:
+        """The next forward is the first of a step."""
+        self.total.zero_()
+        self._num_added = 0
+
+
+class _Balance(torch.autograd.Function):
+    """:meth:`TokenCounts.balance` of the mean probabilities, with the counts of the backward in the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: torch.Tensor, counts: torch.Tensor, of: TokenCounts) -> torch.Tensor:
+        ctx.of, ctx.dtype = of, mean.dtype
+        return (of.slope(counts, mean.dtype) * mean).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.of._num_added:
+            raise RuntimeError(DROPPED)
+        return gradient * ctx.of.slope(ctx.of.total, ctx.dtype), None, None
 
 
 def token_counts(module: nn.Module) -> list[TokenCounts]:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
+from ...base.backward_state import in_backward
 from ...base.collectives import all_gather_single, gather_objects, reduce_scatter_single
 from ...distributed.context import BATCH_ROLES, ParallelContext
 
@@ -302,7 +303,7 @@ class _CheckedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        kind = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
+        kind = BACKWARD if in_backward() else FORWARD
         if self._call is reduce_scatter_single:
             kind = REDUCTION
         return self._order.run(self._tag + kind, self._call, output_tensor, input_tensor, **options)
