@@ -164,8 +164,6 @@ class Config:
         """Check what would let bits depend on the layout."""
         if not isinstance(self.reproducible, Reproducible):
             return
-        order = "1, because reproducible is set, and experts are not in it yet"
-        require(self.parallel.expert == 1, "parallel.expert", self.parallel.expert, order)
         tensor, most, because = self.parallel.tensor.size, self.reproducible.slices, "because reproducible is set"
         fits = is_power_of_two(tensor) and tensor <= most
         require(fits, "parallel.tensor.size", tensor, f"a power of two, at most reproducible.slices {most}")

@@ -27,18 +27,22 @@ from ..optim.flat_gradients import GradientReduction
 from ..optim.gradient_reduction import UnitReduction
 from ..parallel.batches import Batch
 from ..parallel.model_families import ModelAdapter
+from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 from .exact_functions import ExactFunctions
 from .exact_layout import ExactLayout, Position
 from .exact_squares import squares_over_world
 from .layout_checks import check_buffers, check_modules, check_ties
 from .masks import Masks
-from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients, Tap
+from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
 from .running_modules import Forwards
+from .taps import Tap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from .exact_experts import ExactExperts
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 VALUES = ":4096:8", ":16:8"
@@ -60,6 +64,7 @@ class ExactNumerics(Numerics):
     computes_cross_entropy = True
     depends_on_accumulation = True
 
+    _experts: Mapping[str, ExactExperts]
     _forwards: Forwards
     _functions: ExactFunctions
     _run: MicrochunkRun
@@ -107,13 +112,19 @@ class ExactNumerics(Numerics):
     def plan(
         self, adapter: ModelAdapter, plan: Mapping[str, Any] | None, context: ParallelContext
     ) -> dict[str, ParallelStyle]:
-        """The style of each module in slices, on one tensor rank too."""
+        """The style of each module in slices, on one tensor rank too, and of experts, which tensor ranks have whole."""
+        from .exact_experts import exact_experts
         from .sliced_plan import sliced_plan
 
-        layout = self._forwards.layout
+        layout, size = self._forwards.layout, self._config.parallel.expert
+        self._experts = exact_experts(adapter.model, adapter.resolved_experts(plan), size, self._forwards)
         own = adapter.resolved(plan if plan is not None else _plan_of(adapter, layout, layout.sequence_parallel))
         with_sequence = own if plan is not None else adapter.resolved(_plan_of(adapter, layout, True))
-        return sliced_plan(adapter.model, own, with_sequence, self._forwards)
+        own, with_sequence = (
+            {name: style for name, style in styles.items() if name not in self._experts}
+            for styles in (own, with_sequence)
+        )
+        return sliced_plan(adapter.model, own, with_sequence, self._forwards) | self._experts
 
     def watch(
         self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, ParallelStyle]
@@ -161,7 +172,14 @@ class ExactNumerics(Numerics):
         gradients, context = params.weights.gradients.reduction, params.context
         assert isinstance(gradients, MicrochunkGradients)
         own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
-        _attach(stages.module, gradients.assign_stages(own, params.first_names))
+        shared = self._experts if context.config.parallel.expert > 1 else {}
+        ties, of_experts = gradients.assign_stages(own, params.first_names, shared)
+        _attach(stages.module, ties)
+        for name, taps in of_experts.items():
+            module, _, parameter = name.rpartition(".")
+            self._experts[module].taps[parameter] = taps
+        for counts in token_counts(stages.module):
+            counts.group = None  # a microchunk's alone: which run at once depends on the layout
         check_buffers(own)
         self._run = MicrochunkRun(self._forwards.layout, gradients, losses, batches, step_counts)
 

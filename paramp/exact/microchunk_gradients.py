@@ -3,69 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..base import sizes
-from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients, GradientReduction
 from ..scaling.gradient_placements import sum_tied_gradients
+from .taps import Tap
 from .tree_sum import SumTree, Terms, own_slice_of_sum, sum_over, sum_over_
 
 expect("torch._foreach_zero_")
-
-
-class Tap:
-    """The use of a tied parameter under another name than its first; its gradient is kept apart from that of others.
-
-    Copies of the parameter on other pipeline stages have the gradients of their uses only. So those of one stage are
-    added up apart too, and summed at the step.
-    """
-
-    def __init__(self, param: FlatParam, name: str) -> None:
-        self.param = param
-        self.name = name
-        self.microchunk: torch.Tensor | None = None
-        """The gradient of the microchunk whose backward ran last; None if it has none."""
-        self.window: torch.Tensor | None = None
-        """The gradient of the window, in the dtype of the parameter's gradients."""
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """``weight``, the parameter's local tensor, for a computation whose gradient comes here."""
-        return cast(torch.Tensor, _Tapped.apply(weight, self))
-
-    def take(self, gradient: torch.Tensor) -> None:
-        """Keep the ``gradient`` of a microchunk.
-
-        Raises:
-            ConfigError: the parameter was used twice in the microchunk.
-        """
-        if self.microchunk is not None:
-            raise ConfigError(
-                f"reproducible: {self.name!r}, which is tied to {self.param.name!r}, is used twice in a forward; "
-                "expected one use of each name; use a second module, and tie its parameters"
-            )
-        self.microchunk = gradient + 0.0  # 0 for -0, as where gradients are added to zeros
-
-
-class _Tapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, tap: Tap) -> torch.Tensor:
-        ctx.tap = tap
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.tap.take(gradient.detach())
-        return None, None
 
 
 class MicrochunkGradients(GradientReduction):
@@ -81,44 +35,70 @@ class MicrochunkGradients(GradientReduction):
         super().attach(gradients)
         self._stages: dict[int, list[FlatParam]] = {}
         self._taps: dict[int, list[Tap]] = {}
+        self._experts: dict[int, dict[FlatParam, list[Tap]]] = {}
+        self._num_sources = self._num_microchunks = 1
         self._trees: dict[int, SumTree] = {}
+        self._expert_trees: dict[int, SumTree] = {}
         self._earlier: dict[FlatParam, torch.Tensor] = {}
         self._in_call = False
         self._written: dict[FlatParam, int] = {}  # versions of tapped parameters after a call
         self.compares_replicas = True
         """Whether the next step compares what tensor ranks replicate."""
 
-    def assign_stages(self, stages: Mapping[int, nn.Module], first_names: Mapping[str, str]) -> dict[str, Tap]:
-        """Tell apart the gradients of ``stages``, this rank's, by their index; taps for the names of tied parameters.
+    def assign_stages(
+        self, stages: Mapping[int, nn.Module], first_names: Mapping[str, str], experts: Collection[str] = ()
+    ) -> tuple[dict[str, Tap], dict[str, list[Tap]]]:
+        """Tell apart the gradients of ``stages``, this rank's, by their index.
 
-        ``first_names``: any name of a parameter of the whole model -> its first name.
+        Args:
+            first_names: any name of a parameter of the whole model -> its first name.
+            experts: the names of the modules that are shared along the expert axis.
+
+        Returns:
+            Taps for the names of tied parameters; and for the parameters of experts, one for each rank of that axis.
         """
         by_parameter = {param.parameter: param for param in self._params}
+        self._num_sources = self._context.config.parallel.expert
         taps: dict[str, Tap] = {}
+        of_experts: dict[str, list[Tap]] = {}
         for index, stage in stages.items():
-            self._stages[index], self._taps[index] = [], []
+            self._stages[index], self._taps[index], self._experts[index] = [], [], {}
             for name, parameter in stage.named_parameters(remove_duplicate=False):
                 param = by_parameter.get(parameter)
                 if param is None:
                     continue
-                if first_names[name] == name:
+                first = first_names[name]
+                if name.rpartition(".")[0] in experts:
+                    what = "of experts that data ranks share"
+                    of_experts[name] = [Tap(param, name, what) for _ in range(self._num_sources)]
+                    self._experts[index][param] = of_experts[name]
+                elif first == name:
                     self._stages[index].append(param)
                 else:
-                    taps[name] = Tap(param, name)
+                    taps[name] = Tap(param, name, f"which is tied to {param.name!r}")
                     self._taps[index].append(taps[name])
-        return taps
+        return taps, of_experts
 
-    def of_microchunk(self, stage: int) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
-        """Name, parameter and gradient of the microchunk whose backward through ``stage`` ends.
+    def of_microchunk(self, stage: int) -> Iterator[tuple[str, FlatParam, torch.Tensor, int]]:
+        """Name, parameter and gradient of the microchunk whose backward through ``stage`` ends, and its data rank.
 
-        Each gradient is of the uses of the parameter under one name, in the shape of its local part.
+        Each gradient is of the uses of the parameter under one name, in the shape of its local part. Experts have
+        gradients of the microchunks of all ranks that share them.
         """
-        yield from ((param.name, param, param.local_gradient) for param in self._stages[stage] if self._has_one(param))
-        yield from ((tap.name, tap.param, tap.microchunk) for tap in self._taps[stage] if tap.microchunk is not None)
+        rank, params = self._context.batch_axis.rank, self._stages[stage]
+        yield from ((param.name, param, param.local_gradient, rank) for param in params if self._has_one(param))
+        for tap in self._taps[stage]:
+            if tap.microchunk is not None:
+                yield tap.name, tap.param, tap.microchunk, rank
+        first = rank - rank % self._num_sources
+        for taps in self._experts[stage].values():
+            for source, tap in enumerate(taps, first):
+                if tap.microchunk is not None and not tap.param.reserved:  # a shard's whole gradient has other places
+                    yield tap.name, tap.param, tap.microchunk, source
 
     def of_window(self) -> Iterator[tuple[str, FlatParam, torch.Tensor]]:
         """The gradients of the window, as :meth:`of_microchunk`, before :meth:`before_collection`."""
-        params, taps = chain(*self._stages.values()), chain(*self._taps.values())
+        params, taps = chain(*self._stages.values(), *self._experts.values()), chain(*self._taps.values())
         yield from ((param.name, param, param.local_gradient) for param in params if self._has_one(param))
         yield from ((tap.name, tap.param, tap.window) for tap in taps if tap.window is not None)
 
@@ -128,23 +108,31 @@ class MicrochunkGradients(GradientReduction):
 
     def begin_call(self, num_microchunks: int) -> None:
         """Prepare a call of ``num_microchunks`` microchunks on each data rank."""
+        self._num_microchunks = num_microchunks
         self._trees = {index: SumTree(num_microchunks) for index in self._stages}
+        self._expert_trees = {index: SumTree(num_microchunks * self._num_sources) for index in self._stages}
         given = [param for param in self._params if self._has_one(param)]
         self._earlier = {param: param.local_gradient.clone() for param in given}
         self._clear(given)
-        for tap in chain(*self._taps.values()):
+        for tap in self._every_tap():
             tap.microchunk = None
         self._in_call = True
+
+    def _every_tap(self) -> Iterator[Tap]:
+        for experts in self._experts.values():
+            yield from chain(*experts.values())
+        yield from chain(*self._taps.values())
 
     @torch.no_grad()
     def end_microchunk(self, stage: int, index: int) -> None:
         """Add the gradients of the microchunk ``index``, whose backward through ``stage`` has just ended."""
-        params, taps = self._stages[stage], self._taps[stage]
-        others = [None if tap.microchunk is None else tap.microchunk.to(torch.float32, copy=True) for tap in taps]
-        for tap in taps:
-            tap.microchunk = None
-        if self._in_call:  # else it is computed again, for a diagnosis
-            self._trees[stage].add(index, [*self._take(params), *others])
+        others = [tap.pop() for tap in self._taps[stage]]
+        experts = [[tap.pop() for tap in taps] for taps in self._experts[stage].values()]
+        if not self._in_call:  # it is computed again, for a diagnosis
+            return
+        self._trees[stage].add(index, [*self._take(self._stages[stage]), *others])
+        for source, terms in enumerate(zip(*experts, strict=True)):
+            self._expert_trees[stage].add(source * self._num_microchunks + index, [*terms])
 
     def _take(self, params: Sequence[FlatParam]) -> Terms:
         """The gradients that the last microchunk gave to ``params``, in fp32; they are dropped where they were."""
@@ -167,20 +155,27 @@ class MicrochunkGradients(GradientReduction):
             for tap, value in zip(taps, sums[len(params) :], strict=True):
                 if value is not None:
                     tap.window = _sum(tap.window, value, tap.param.local_gradient)
-        self._trees, self._earlier = {}, {}
+            experts = [*self._experts[stage]]
+            found = self._expert_trees[stage].total() or [None] * len(experts)
+            for param, value in zip(experts, self._over_data_ranks(found, experts, of_experts=True), strict=True):
+                self._write(param, value)
+        self._trees, self._expert_trees, self._earlier = {}, {}, {}
         self._written = {tap.param: tap.param.version for tap in chain(*self._taps.values()) if tap.window is not None}
 
-    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam]) -> Terms:
-        """The sums over data ranks of what each of these ``found`` for ``params``, of which some may be the same."""
-        group, device = self._context.batch_axis.group, self._context.device
-        if self._context.batch_axis.size == 1 or not params:
+    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam], *, of_experts: bool = False) -> Terms:
+        """The sums over data ranks of what each of these ``found`` for ``params``, of which some may be the same.
+
+        ``of_experts``: over those that have the same experts; the others' microchunks are in ``found``.
+        """
+        axis, device = self._context.experts_axis if of_experts else self._context.batch_axis, self._context.device
+        if axis.size == 1 or not params:
             return found
         values = [
             torch.zeros(param.size, device=device) if value is None else value.reshape(-1)
             for param, value in zip(params, found, strict=True)
         ]
         flat = torch.cat([*values, _presence_of(found, device)])
-        sum_over_(flat, group)
+        sum_over_(flat, axis.group)
         *sums, counts = flat.split([*(param.size for param in params), len(params)])
         return _without_absent(sums, found, counts)
 
@@ -197,9 +192,9 @@ class MicrochunkGradients(GradientReduction):
         self._zeros.update((param, param.version) for param in params)
 
     def forget(self) -> None:
-        for tap in chain(*self._taps.values()):
+        for tap in self._every_tap():
             tap.microchunk = tap.window = None
-        self._trees, self._earlier, self._written, self._in_call = {}, {}, {}, False
+        self._trees, self._expert_trees, self._earlier, self._written, self._in_call = {}, {}, {}, {}, False
 
     def check(self) -> None:
         """As in the base class; also for a change by hand that the gradient of a tied use would miss.
@@ -269,34 +264,43 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
         gradient = self.units.take_gradient(param.parameter)
         return None if gradient is None else gradient.float() + 0.0  # 0 for -0, as where gradients are added to zeros
 
-    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam]) -> Terms:
+    def _over_data_ranks(self, found: Terms, params: Sequence[FlatParam], *, of_experts: bool = False) -> Terms:
         if not params:
             return found
-        count, device = self._context.config.parallel.shard, self._context.device
+        parallel, device = self._context.config.parallel, self._context.device
+        count = parallel.shard // (parallel.expert if of_experts else 1)
         lengths = [*(param.reserved for param in params), len(params)]
         present = _presence_of(found, device).expand(count, -1)
-        shards = torch.cat([*map(self._shards, params, found), present], dim=1)
-        own = torch.cat([self._own_shard(part) for part in shards.split(max(1, sizes.SUM_PIECE // count), dim=1)])
+        shards = torch.cat([*(_shards(*pair, count, device) for pair in zip(params, found, strict=True)), present], 1)
+        parts = shards.split(max(1, sizes.SUM_PIECE // count), dim=1)
+        own = torch.cat([self._own_shard(part, of_experts) for part in parts])
         *sums, counts = own.split(lengths)
         return _without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)
 
-    def _shards(self, param: FlatParam, value: torch.Tensor | None) -> torch.Tensor:
-        """All shards of a gradient, zeros if it is None, as rows; the last ones may be short."""
-        rows = torch.zeros(self._context.config.parallel.shard, param.reserved, device=self._context.device)
-        if value is not None:
-            rows.view(-1)[: value.numel()] = value.reshape(-1)
-        return rows
-
-    def _own_shard(self, shards: torch.Tensor) -> torch.Tensor:
+    def _own_shard(self, shards: torch.Tensor, of_experts: bool) -> torch.Tensor:
         """This rank's row of the sum of ``shards`` over data ranks, which are numbered along the mesh's axes."""
         context = self._context
-        for name in reversed(context.axes_of("replicate", "shard")):
-            group = context.group_along(name)
-            if context.roles[name] == "replicate":
-                shards = sum_over(shards, group)
-            else:
-                shards = own_slice_of_sum(shards, group, 0)
+        mesh = context.mesh if of_experts else context.shard_mesh
+        names = mesh.mesh_dim_names or ()
+        roles = {name: context.roles.get(name, "shard") for name in names}  # its own axis, of ranks with other experts
+        for dim, name in reversed([*enumerate(names)]):
+            if roles[name] == "replicate":
+                shards = sum_over(shards, mesh.get_group(dim))
+            elif roles[name] == "shard":
+                shards = own_slice_of_sum(shards, mesh.get_group(dim), 0)
         return shards[0]
+
+
+def _shards(param: FlatParam, value: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor:
+    """All ``count`` shards of a gradient, zeros if it is None, as rows; the last ones may be short."""
+    rows = torch.zeros(count, param.reserved, device=device)
+    if value is None:
+        return rows
+    here = param.local_gradient.shape
+    if value.ndim > 1 and value.shape[0] == here[0] and value.shape[1] == count * here[1]:  # a part of each expert
+        return torch.stack(value.chunk(count, 1)).flatten(1)
+    rows.view(-1)[: value.numel()] = value.reshape(-1)
+    return rows
 
 
 def _presence_of(terms: Terms, device: torch.device) -> torch.Tensor:

@@ -96,9 +96,9 @@ class Forwards:
         """
 
         @functools.wraps(forward)
-        def run(module: nn.Module, *args: object) -> torch.Tensor:
+        def run(module: nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
             with unwatched():
-                output = forward(module, *args)
+                output = forward(module, *args, **kwargs)
             if leaves is not None:
                 self.fused = leaves
             return output

@@ -10,7 +10,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
-from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence
+from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence, WholeSequence
+from .exact_experts import ExactExperts
 from .running_modules import Forwards
 from .sliced_styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
 
@@ -57,6 +58,8 @@ def _check_slices_of_sequence(model: nn.Module, styles: Mapping[str, ParallelSty
     for name, module in model.named_modules():
         around = {".".join(name.split(".")[:count]) for count in range(1, name.count(".") + 2)}
         is_alone = name not in styles or type(styles[name]) is ShardedRandom
+        if any(isinstance(styles.get(one), WholeSequence) for one in (name, *around)):
+            continue
         if is_alone and module._parameters and around & beside:
             raise ConfigError(
                 f"reproducible: {name!r}, a {type(module).__name__} with parameters, is beside modules that are "
@@ -71,7 +74,7 @@ def _sliced(name: str, module: nn.Module, style: ParallelStyle, forwards: Forwar
             f"reproducible: {name!r} is dropout of what is sharded over the sequence in some layers and over the "
             "features in others, expected none under parallel.sequence_parallel; set lora_dropout to 0"
         )
-    if isinstance(style, (ShardedRandom, ScatterSequence, GatherSequence)):
+    if isinstance(style, (ShardedRandom, ScatterSequence, GatherSequence, WholeSequence)):
         return style
     if type(style) is SliceOfSequence and not any(True for child in module.children() for _ in child.parameters()):
         return SlicedSequence(forwards, sequence=True) if module._parameters else ShardedRandom()
@@ -102,5 +105,6 @@ def apply_sliced_plan(module: nn.Module, styles: Mapping[str, ParallelStyle]) ->
     """Apply ``styles`` to the submodules of a stage on one tensor rank."""
     own = dict(module.named_modules())
     for name, style in styles.items():
-        if name in own and not isinstance(own[name], PassThrough) and isinstance(style, SlicedStyle):
+        if name in own and not isinstance(own[name], PassThrough):
+            assert isinstance(style, (SlicedStyle, ExactExperts))
             style._apply(own[name], None)

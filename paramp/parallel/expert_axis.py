@@ -15,7 +15,7 @@ interface.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -31,8 +31,9 @@ from .expert_rows import SEE_ROWS
 from .tensor.differentiable_collectives import local_shard
 from .tensor.linear import distribute
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""The forward of experts: of rows (rows, features), the index of each row's expert and its weight, (rows, choices)."""
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Experts of this rank: of rows (rows, features), and their numbers (ranks, experts), int64. The rows are ordered by
+the rank that sent them, and then by expert. Even if there are none, the output depends on the experts' weights."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -47,35 +48,43 @@ class ExpertParallel(ParallelStyle):
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         """Raise a ConfigError if ``module`` is no such module, or its experts do not divide over ``size`` ranks."""
-        if problem := _problem(module):
+        if problem := problem_of(module):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__} {problem} for the style 'experts'")
         count = cast(int, module.num_experts)
         if count % size:
             raise ConfigError(f"plan: {name!r} has {count} experts, expected a multiple of parallel.expert {size}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in [*module._parameters]:
-            distribute(module, name, device_mesh, Shard(0))
-        vars(module)["num_experts"] = cast(int, module.num_experts) // device_mesh.size()
+        self._shard(module, device_mesh)
         group = device_mesh.get_group()
 
         def forward(
             module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
-            with with_parameters(module, shards):
-                return dispatched(
-                    lambda *rows: type(module).forward(module, *rows),
-                    shards,
-                    (hidden_states, top_k_index, top_k_weights),
-                    module.num_experts,
-                    group,
-                )
+
+            def run(rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+                if not len(rows):
+                    return no_rows(rows, shards.values())
+                size, num_local = received.shape
+                experts = torch.arange(num_local, device=rows.device).repeat(size).repeat_interleave(received.flatten())
+                index, weights = experts.view(-1, 1).to(top_k_index.dtype), top_k_weights.new_ones(len(rows), 1)
+                with with_parameters(module, shards):
+                    output: torch.Tensor = type(module).forward(module, rows, index, weights)
+                return output
+
+            return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
 
         return replace_forward(module, forward)
 
+    @staticmethod
+    def _shard(module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for name in [*module._parameters]:
+            distribute(module, name, device_mesh, Shard(0))
+        vars(module)["num_experts"] = cast(int, module.num_experts) // device_mesh.size()
 
-def _problem(module: nn.Module) -> str | None:
+
+def problem_of(module: nn.Module) -> str | None:
     """Why the experts of ``module`` cannot be sharded, to follow its class in a message; None if they can."""
     count = getattr(module, "num_experts", None)
     shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
@@ -97,7 +106,7 @@ def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle])
     sharded = {model.get_submodule(name) for name in styles}
     for name, module in model.named_modules():
         is_stack = any(value.ndim > 2 for value in module._parameters.values() if value is not None)
-        if is_stack and module not in sharded and _problem(module) is None:
+        if is_stack and module not in sharded and problem_of(module) is None:
             raise ConfigError(
                 f"plan: it leaves {name!r}, a {type(module).__name__} of {module.num_experts} experts, replicated, "
                 "expected the style 'experts' for each mixture, because parallel.expert is set"
@@ -106,44 +115,47 @@ def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle])
 
 def dispatched(
     run: Run,
-    shards: Mapping[str, torch.Tensor],
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     num_local: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """The output of all experts of ``group`` for this rank's tokens; every rank calls it.
 
     Args:
-        run: the forward of this rank's ``num_local`` experts.
-        shards: their weights, which get a gradient of zeros if no rank has a token for them.
+        run: this rank's ``num_local`` experts.
         inputs: tokens (tokens, features), and the index and weight of their experts, (tokens, choices).
+        group: None: this rank has all experts.
     """
     tokens, index, weights = inputs
-    size = group.size()
+    size = 1 if group is None else group.size()
     chosen = index.reshape(-1)
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=num_local * size)[: num_local * size].view(size, num_local)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=group)
+    received = counts if group is None else torch.empty_like(counts)
+    if group is not None:
+        dist.all_to_all_single(received, counts, group=group)
     sent, taken = torch.stack([counts.sum(1), received.sum(1)]).tolist()  # the host reads them
     order = order[: sum(sent)]  # what has no expert comes last
     token = order.div(index.shape[1], rounding_mode="floor")
     rows = _exchange(tokens[token], taken, sent, group)
-    experts = torch.arange(num_local, device=index.device).repeat(size).repeat_interleave(received.flatten())
-    if len(rows):
-        rows = run(rows, experts.view(-1, 1).to(index.dtype), weights.new_ones(len(rows), 1))
-    else:  # the ranks that have rows wait for this one in the backward
-        rows = cast(torch.Tensor, _NoRows.apply(rows, *shards.values()))
-    rows = _exchange(rows, sent, taken, group)
+    rows = _exchange(run(rows, received), sent, taken, group)
     if (see := SEE_ROWS.get()) is not None:
         see(rows.detach(), chosen[order])
     weighted = rows * weights.reshape(-1)[order].unsqueeze(1)
     return torch.zeros_like(tokens).index_add_(0, token, weighted.to(tokens.dtype))
 
 
-def _exchange(rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """``sent[i]`` rows to each rank i, and ``taken[i]`` from it, in the order of the ranks."""
-    return cast(torch.Tensor, ExchangeRows.apply(rows, taken, sent, group))
+    return rows if group is None else cast(torch.Tensor, ExchangeRows.apply(rows, taken, sent, group))
+
+
+def no_rows(rows: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """``rows``, of which there are none, as the output of ``weights``, whose gradient is zero.
+
+    The ranks that have rows wait for this one in the backward.
+    """
+    return cast(torch.Tensor, _NoRows.apply(rows, *weights))
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -165,8 +177,6 @@ class ExchangeRows(torch.autograd.Function):
 
 
 class _NoRows(torch.autograd.Function):
-    """No rows, which depend on the weights of experts: their gradient is zero."""
-
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.like = rows, weights

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from ..base.module_surgery import matches
 from ..config.layout import PipelineConfig
 from .batch_outputs import loss_in
 from .batches import Batch
@@ -67,11 +68,8 @@ class ModelAdapter:
         if size == 1:
             return {}
         from .expert_axis import ExpertParallel, check_none_replicated
-        from .tensor.sharding_plan import resolve_plan
 
-        given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}
-        names = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
-        styles = resolve_plan(given or dict.fromkeys(self.expert_modules(), "experts"), names)
+        styles = self.resolved_experts(plan)
         if not styles:
             raise ConfigError(
                 f"parallel.expert: got {size}, but the plan of {type(self.model).__name__} names no experts; "
@@ -82,6 +80,15 @@ class ModelAdapter:
             style.check(name, self.model.get_submodule(name), size)
         check_none_replicated(self.model, styles)
         return styles
+
+    def resolved_experts(self, plan: UserPlan | None) -> dict[str, ParallelStyle]:
+        """The style of each module of experts, from the plan or the model; none for a model without experts."""
+        from .tensor.sharding_plan import resolve_plan
+
+        given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}
+        names = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
+        own = [name for name in names if any(matches(name, pattern) for pattern in self.expert_modules())]
+        return resolve_plan(given or dict.fromkeys(own, "experts"), names)
 
     def expert_modules(self) -> Sequence[str]:
         """The names of the modules of experts, as globs: what the model's ``expert_modules()`` returns."""

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import mixtures as transformers_mixtures
 import pretrained
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from paramp.models import GPT, GPTConfig, ViT, ViTConfig
+from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig, ViT, ViTConfig
 
 VOCAB = 100
 LENGTH = 16
@@ -21,6 +22,19 @@ def gpt(num_heads: int = 4, **changes: Any) -> nn.Module:
     """Tied embeddings, dropout, gradients of norms and biases that are not small."""
     sizes = {"num_layers": 4, "width": 64, "max_seq_len": LENGTH, "vocab_size": VOCAB, "init_std": 0.06}
     return GPT(GPTConfig(num_heads=num_heads, **{"dropout": 0.1, **sizes, **changes}))
+
+
+def mixtures(**changes: Any) -> nn.Module:
+    """A GPT of mixtures; so many experts that some of a rank's, or all, get no token of a sample."""
+    sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": LENGTH, "vocab_size": VOCAB, "init_std": 0.06}
+    sizes |= {"num_experts": 8, "expert_width": 24, "dropout": 0.1}
+    return MoEGPT(MoEGPTConfig(**sizes | changes))
+
+
+def short_inputs(call: int) -> Any:
+    """The global batch of a call for a mixture of transformers: tokens."""
+    drawn = torch.randint(3, 60, (4, 5), generator=torch.Generator().manual_seed(call))
+    return {"input_ids": drawn[:, :-1]}, drawn[:, 1:]
 
 
 def tokens(size: int = 4, length: int = LENGTH) -> Callable[[int], Any]:
@@ -206,6 +220,23 @@ TASKS = {
     "small gpt": Task(SMALL, calls=1, scales=SMALL_SCALES),
     "small gpt of 4 layers": Task(partial(gpt, width=32), calls=1, scales=SMALL_SCALES),
     "small gpt, counted": Task(SMALL, criterion=counted, scales=SMALL_SCALES),
+    "mixtures": Task(mixtures, tokens(4, 4), MoEGPT.loss, scales=SMALL_SCALES),
+    "mixtures of 4 layers": Task(partial(mixtures, num_layers=4), tokens(4, 4), MoEGPT.loss, scales=SMALL_SCALES),
+    "mixtures, checkpointed": Task(
+        mixtures, tokens(4, 4), MoEGPT.loss, scales=SMALL_SCALES, config={"activation_checkpointing": "full"}
+    ),
+    **{
+        name: Task(
+            partial(transformers_mixtures.build, name, backend, 4), short_inputs, output_loss, calls=1, plan=plan
+        )
+        for name, backend, plan in (
+            ("Mixtral", "grouped_mm", None),
+            ("Qwen3-MoE", "eager", {}),
+            ("DeepSeek-V3", "batched_mm", None),
+            ("GPT-OSS", "eager", None),
+            ("OLMoE", "grouped_mm", None),
+        )
+    },
     "gpt of 8 slices": Task(partial(gpt, 8, num_layers=2), calls=1, config={"reproducible": {"chunk": 1, "slices": 8}}),
     "gpt, chunks of 2": Task(gpt, tokens(8), config={"reproducible": {"chunk": 2, "slices": 4}}),
     "gpt, counted": Task(gpt, criterion=counted),

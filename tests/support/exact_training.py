@@ -25,7 +25,20 @@ from paramp.precision.modes import Precision
 
 NAMES = ["1", "tp2", "tp4", "tp2 + sp", "pp2", "pp2 interleaved", "pp2 zero-bubble", "pp4", "dp2", "dp4", "dp2 + zero1"]
 NAMES += ["dp2·tp2", "pp2·tp2", "pp2·dp2·tp2", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2", "fsdp2·tp2 + sp", "pp2·fsdp2"]
-LAYOUTS = {name: ALL_LAYOUTS[name] for name in [*NAMES, "pp2·fsdp2 interleaved"]}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"expert": 2}),
+    "ep4": (4, {"expert": 4}),
+    "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
+    "ep2·tp2 + sp": (4, {"expert": 2, "tensor": 2, "sequence_parallel": True}),
+    "ep2·pp2": (4, {"expert": 2, "pipeline": 2}),
+    "ep2·pp2 zero-bubble": (4, {"expert": 2, "pipeline": {"size": 2, "schedule": "zbv"}}),
+    "dp2·ep2": (4, {"data": 4, "expert": 2}),
+    "dp2·ep2 + zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
+    "fsdp·ep2": (2, {"data": {"shard": 2}, "expert": 2}),
+    "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
+    "hsdp·ep2": (4, {"data": {"replicate": 2, "shard": 2}, "expert": 2}),
+}
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in [*NAMES, "pp2·fsdp2 interleaved"]} | EXPERT_LAYOUTS
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import paramp
-from paramp.models import GPT, GPTConfig
+from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 
 WIDTH = 16
 
@@ -38,6 +38,11 @@ def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def gpt() -> GPT:
     sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 120}
     return GPT(GPTConfig(**sizes, init_std=0.2, dropout=0.1))
+
+
+def mixtures() -> MoEGPT:
+    sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": 16, "vocab_size": 120}
+    return MoEGPT(MoEGPTConfig(**sizes, num_experts=4, expert_width=24, dropout=0.1))
 
 
 RIGHT = {"block*.up": "colwise", "block*.down": "rowwise"}

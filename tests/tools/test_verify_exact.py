@@ -11,7 +11,7 @@ import torch
 from commands import ROOT, python
 from families import cases, family
 from pool import run_on_ranks
-from verified import gpt
+from verified import gpt, mixtures
 
 from paramp.config.reproducible import Reproducible
 from paramp.exact.verify_bits import tensor_trace as trace
@@ -34,6 +34,7 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "pp2·tp2": {"pipeline": 2, "tensor": 2},
     "dp2·tp2": {"data": 2, "tensor": 2, "sequence_parallel": True},
+    "ep2": {"expert": 2},
     "pp2 zero-bubble": {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 4}},
 }
 
@@ -53,10 +54,10 @@ def verify(tmp_path_factory):
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
         assert set(run_on_ranks(size, __name__, "run", {"folder": folder, "run": run_})) == {0}
 
-    def function(layout, precision="32-true", fault=None, **settings):
+    def function(layout, precision="32-true", fault=None, options=OPTIONS, **settings):
         given = {"parallel": LAYOUTS[layout], "precision": precision, **settings}
-        options = replace(OPTIONS, settings=given | ({"FAULT": fault} if fault else {}))
-        of_single = json.dumps({"precision": precision, **settings})
+        options = replace(options, settings=given | ({"FAULT": fault} if fault else {}))
+        of_single = json.dumps({"model": options.model, "precision": precision, **settings})
         if fault and fault["kind"] == "weight gradient":
             of_single += " scaled"
         if of_single not in singles:
@@ -99,6 +100,21 @@ def test_equal_runs_are_reported_as_equal(layout, precision, verify):
     assert compared["norm"] == compared["decision"] == 2
     assert compared.keys() - {"master"} == set(trace.KINDS) - {"master"}
     assert [*report.lines()][-1].endswith(f"has the bits of the single process in 2 steps of {precision}")
+
+
+def test_the_gradients_of_experts_over_ranks_are_compared(verify):
+    """Of each microbatch, also those that arrive at once."""
+    of_experts = replace(OPTIONS, model="verified:mixtures", criterion="paramp.models:MoEGPT.loss")
+    report = verify("ep2", options=of_experts, clip_grad_norm=1.0)
+    assert report.ok, "\n".join(report.lines())
+    assert not report.not_compared
+    assert (
+        report.num_compared["weight gradient"]
+        == len([*mixtures().named_parameters(remove_duplicate=False)]) * SAMPLES * 2
+    )
+    fault = {"kind": "gradient", "rank": 1, "name": "blocks.1.mlp.experts.down_proj", "nth": 0}
+    report = verify("ep2", fault=fault, options=of_experts, clip_grad_norm=1.0)
+    assert (report.first.key.kind, report.first.key.name, report.first.ranks) == (fault["kind"], fault["name"], [1])
 
 
 FAULTS = {

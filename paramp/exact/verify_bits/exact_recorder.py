@@ -85,7 +85,8 @@ class ExactRecorder(Observer):
             if value is not None:
                 self._trace.add(self._key("loss", "", whole), value)
         elif kind in ("backward", "backward weight"):
-            for name, param, value in self._gradients.of_microchunk(stage or 0):
+            for name, param, value, data_rank in self._gradients.of_microchunk(stage or 0):
+                whole = data_rank * self._num_microbatches + microbatch
                 self._add_part(self._key("weight gradient", name, whole), param, value)
 
     def _key(self, kind: str, name: str, microbatch: int | None = None, index: tuple[int, int] = (0, 0)) -> Key:

@@ -1,0 +1,136 @@
+"""Mixtures of experts whose bits do not depend on where experts are, and on how many microchunks are on their ranks.
+
+The bits of a product may depend on its number of rows. So each expert computes the rows of one microchunk in one call,
+in every layout: the module's own forward, as if it had that expert alone. With an expert axis, a rank has rows of the
+microchunks that run on all ranks of the axis at once::
+
+    rows of one microchunk, by expert ─► ranks of the experts ─► a call for each (microchunk, expert) ─► back
+
+A token adds up what its experts return in their order. Each microchunk uses the weights through a tap of its own
+(:class:`~paramp.exact.taps.Tap`), so that its gradient takes its place in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ..base.errors import ConfigError
+from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
+from ..parallel.expert_axis import ExpertParallel, dispatched, no_rows, problem_of
+from .elementwise import with_contiguous_gradient
+from .running_modules import Forwards
+from .sliced_styles import parameter_of
+from .slices import aligned
+from .taps import Tap
+
+
+class ExactExperts(ExpertParallel):
+    """A module of stacked experts, on one rank as over the expert axis.
+
+    Attributes:
+        taps: by parameter of the module, for the microchunk of each rank of the expert axis; none without this axis.
+    """
+
+    def __init__(self, forwards: Forwards, size: int) -> None:
+        """``size``: of the expert axis."""
+        super().__init__()
+        self._forwards, self._size = forwards, size
+        self.taps: dict[str, list[Tap]] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
+        """``device_mesh``: the expert axis; not used if it has one rank."""
+        group = None
+        if self._size > 1:
+            assert device_mesh is not None
+            self._shard(module, device_mesh)
+            group = device_mesh.get_group()
+
+        def forward(
+            module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            inputs = hidden_states, top_k_index, top_k_weights
+            return dispatched(partial(self._run, module, inputs), inputs, module.num_experts, group)
+
+        return replace_forward(module, self._forwards.of_layer(forward))
+
+    def _run(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], rows: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """The output for ``rows``, of which ``counts`` (microchunks, experts) says how many each call takes."""
+        numbers: list[list[int]] = counts.tolist()  # the host reads them
+        outputs = []
+        parts = rows.split([sum(of_experts) for of_experts in numbers])
+        for source, (part, of_experts) in enumerate(zip(parts, numbers, strict=True)):
+            weights = self._weights(module, source)
+            if not any(of_experts):
+                outputs.append(no_rows(part, weights.values()))
+                continue
+            each = {name: value.unbind(0) for name, value in weights.items()}
+            for expert, of_one in enumerate(part.split(of_experts)):
+                if len(of_one):
+                    alone = {name: values[expert] for name, values in each.items()}
+                    outputs.append(_of_one_expert(module, alone, of_one, inputs))
+        return torch.cat(outputs)
+
+    def _weights(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
+        """This rank's parameters, by name, for the microchunk of the rank ``source`` of the axis."""
+        own = {name: parameter_of(module, name) for name in module._parameters}
+        return {
+            name: self.taps[name][source](value) if name in self.taps else value
+            for name, value in own.items()
+            if value is not None
+        }
+
+
+def _of_one_expert(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """What the forward of ``module`` makes of ``rows`` if its only expert has ``weights``."""
+    _, index, of_tokens = inputs
+    choice = index.new_zeros(len(rows), 1), of_tokens.new_ones(len(rows), 1)
+    alone = {name: aligned(weight).unsqueeze(0) for name, weight in weights.items()}
+    with _with_one_expert(module), with_parameters(module, alone):
+        output = type(module).forward(
+            module, rows.clone(), *choice
+        )  # torch's allocations begin at multiples of 64 bytes
+    return with_contiguous_gradient(output.to(rows.dtype))
+
+
+@contextmanager
+def _with_one_expert(module: nn.Module) -> Iterator[None]:
+    count = vars(module)["num_experts"]
+    vars(module)["num_experts"] = 1
+    try:
+        yield
+    finally:
+        vars(module)["num_experts"] = count
+
+
+def exact_experts(
+    model: nn.Module, styles: Mapping[str, ParallelStyle], size: int, forwards: Forwards
+) -> dict[str, ExactExperts]:
+    """The style of each module of experts in ``styles`` over ``size`` ranks; of one that is no stack, none.
+
+    Raises:
+        ConfigError: there are several ranks, and a parameter of experts is tied or has hooks.
+    """
+    stacks = [name for name in styles if problem_of(model.get_submodule(name)) is None]
+    if size > 1:
+        names = names_by_parameter(model)
+        for stack in stacks:
+            for own, parameter in model.get_submodule(stack).named_parameters():
+                if num_hooks(parameter) or len(names[parameter]) > 1:
+                    raise ConfigError(
+                        f"reproducible: {stack}.{own}, of experts that data ranks share, is tied or has hooks, "
+                        "expected neither, because the gradients of its uses are kept apart until all have arrived; "
+                        "untie it, and remove them"
+                    )
+    return {name: ExactExperts(forwards, size) for name in stacks}

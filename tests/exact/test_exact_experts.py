@@ -1,0 +1,113 @@
+"""Mixtures of experts with ``reproducible=True``: the same bits wherever experts are."""
+
+from functools import partial
+
+import pytest
+import torch
+from exact_tasks import TASKS, mixtures
+from exact_training import EXPERT_LAYOUTS, Part, assert_same_bits, reference, trained, trained_in_modes
+from families import SEED, WHOLE, cases, family, number
+from mixtures import FAMILIES
+from pool import on_ranks
+from small_engines import engine_of
+from small_mixture import PLAN, layers
+from torch import nn
+
+import paramp
+from paramp.config.reproducible import MODES
+from paramp.models import MoEGPT
+
+LAYOUTS = [*EXPERT_LAYOUTS, "tp2", "tp2 + sp", "dp2", "dp2 + zero1", "pp2", "fsdp2", "dp2·tp2"]
+EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
+PART = [("ep2·tp2", "32-true"), ("ep2·pp2", "32-true"), ("fsdp2·ep2", "16-mixed")]
+STEPS = number(4, 8)
+
+
+@family
+@pytest.mark.parametrize(("layout", "mode"), cases("exact experts", EVERYTHING, PART, 3))
+def test_mixtures_have_the_same_bits(layout, mode):
+    task = "mixtures of 4 layers" if "zero-bubble" in layout else "mixtures"
+    expected = reference(task, mode, STEPS)
+    assert expected["num_skipped"] >= 1 or not mode.startswith("16")
+    assert expected["steps"][-1][-1]
+    assert_same_bits(trained(task, mode, layout, Part(0, STEPS)), expected)
+
+
+OTHERS = [(name, layout) for name in FAMILIES for layout in ("ep2", "ep4", "ep2·pp2", "fsdp2·ep2")]
+OTHERS = [cell for cell in OTHERS if cell != ("OLMoE", "ep2·pp2")]  # transformers has no pipeline plan of it
+OTHERS += [(name, "ep2·tp2") for name in ("Mixtral", "DeepSeek-V3", "OLMoE")]  # the plans of the others are refused
+OTHERS += [("mixtures, checkpointed", "ep2")]
+
+
+@family
+@pytest.mark.parametrize(("task", "layout"), cases("exact families", OTHERS, [("Mixtral", "ep2")], 2))
+def test_other_mixtures_have_the_same_bits(task, layout):
+    pytest.importorskip("transformers")
+    modes = {"32-true": 3} | ({"16-mixed": 4, "bf16-mixed": 3} if WHOLE or SEED else {})
+    for mode, trace in trained_in_modes(task, modes, layout).items():
+        assert_same_bits(trace, reference(task.partition(",")[0], mode, modes[mode]))
+
+
+RESUMED = [
+    (before, after, mode)
+    for before, after in (("ep4", "1"), ("fsdp2·ep2", "ep2·tp2"), ("tp2", "ep2"), ("ep2·pp2", "dp2·ep2 + zero1"))
+    for mode in ("16-mixed", "bf16-naive")
+]
+
+
+@family
+@pytest.mark.parametrize(
+    ("before", "after", "mode"), cases("exact experts resumed", RESUMED, [("ep4", "1", "16-mixed")], 1)
+)
+def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, mode, tmp_path):
+    path, stop = str(tmp_path / "checkpoint"), STEPS // 2
+    first = trained("mixtures", mode, before, Part(0, stop, save=path))
+    expected = reference("mixtures", mode, STEPS)
+    assert first["steps"] == expected["steps"][:stop]
+    assert_same_bits(trained("mixtures", mode, after, Part(stop, STEPS, load=path)), expected)
+
+
+@on_ranks(2)
+def test_it_trains_as_plain_torch_does(world):
+    """Equal bits alone would also be those of a mistake that every layout makes. The balance is each sample's."""
+    batch = TASKS["mixtures"].batch(0)
+    torch.manual_seed(7)
+    model = mixtures(dropout=0.0)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for x, y in zip(*batch, strict=True):
+        (MoEGPT.loss(model(x[None]), y[None]) / 4).backward()
+    with paramp.launch_from_torch({"reproducible": {"slices": 4}, "parallel": {"expert": 2}}) as context:
+        torch.manual_seed(7)
+        engine = engine_of(mixtures(dropout=0.0), MoEGPT.loss, partial(torch.optim.SGD, lr=1.0))
+        engine.forward_backward(*(one.chunk(2)[context.dp.rank] for one in batch))
+        engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def hooked(model):
+    model[1].experts.weight.register_hook(lambda gradient: gradient)
+
+
+def tied(model):
+    model[1].experts.weight = model[0].experts.weight
+
+
+class Twice(nn.Sequential):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+@on_ranks(2)
+def test_weights_whose_gradients_cannot_be_kept_apart_are_refused_by_name(world):
+    with paramp.launch_from_torch({"reproducible": True, "parallel": {"expert": 2}}):
+        for change in (hooked, tied):
+            model = layers()
+            change(model)
+            with pytest.raises(paramp.ConfigError, match=r"1.experts.weight, of experts .* is tied or has hooks"):
+                engine_of(model, plan=PLAN)
+        x = torch.randn(2, 8)
+        engine = engine_of(Twice(*layers()), plan=PLAN)
+        with pytest.raises(paramp.ConfigError, match=r"experts.weight', of experts that .* is used twice in a forward"):
+            engine.forward_backward(x, x)
