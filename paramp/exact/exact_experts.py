@@ -98,15 +98,13 @@ def _of_one_expert(
     choice = index.new_zeros(len(rows), 1), of_tokens.new_ones(len(rows), 1)
     alone = {name: aligned(weight).unsqueeze(0) for name, weight in weights.items()}
     with _with_one_expert(module), with_parameters(module, alone):
-        output = type(module).forward(
-            module, rows.clone(), *choice
-        )  # torch's allocations begin at multiples of 64 bytes
+        output = type(module).forward(module, rows.clone(), *choice)  # a copy begins at a multiple of 64 bytes
     return with_contiguous_gradient(output.to(rows.dtype))
 
 
 @contextmanager
 def _with_one_expert(module: nn.Module) -> Iterator[None]:
-    count = vars(module)["num_experts"]
+    count = module.num_experts
     vars(module)["num_experts"] = 1
     try:
         yield

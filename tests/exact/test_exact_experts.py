@@ -105,7 +105,7 @@ def test_weights_whose_gradients_cannot_be_kept_apart_are_refused_by_name(world)
         for change in (hooked, tied):
             model = layers()
             change(model)
-            with pytest.raises(paramp.ConfigError, match=r"1.experts.weight, of experts .* is tied or has hooks"):
+            with pytest.raises(paramp.ConfigError, match=r"[01].experts.weight, of experts .* is tied or has hooks"):
                 engine_of(model, plan=PLAN)
         x = torch.randn(2, 8)
         engine = engine_of(Twice(*layers()), plan=PLAN)
