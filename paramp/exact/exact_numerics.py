@@ -179,7 +179,7 @@ class ExactNumerics(Numerics):
             module, _, parameter = name.rpartition(".")
             self._experts[module].taps[parameter] = taps
         for counts in token_counts(stages.module):
-            counts.group = None  # a microchunk's alone: which run at once depends on the layout
+            counts.join(context.batch_axis.group, apart=True)
         check_buffers(own)
         self._run = MicrochunkRun(self._forwards.layout, gradients, losses, batches, step_counts)
 

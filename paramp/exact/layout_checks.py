@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, num_hooks, run_within
+from ..parallel.token_counts import TokenCounts
 
 
 def check_modules(model: nn.Module) -> None:
@@ -53,7 +54,7 @@ def check_ties(model: nn.Module) -> None:
 def check_buffers(stages: Mapping[int, nn.Module]) -> None:
     """Let each training forward of ``stages`` raise a ConfigError if it changes a buffer, or puts another in its place.
 
-    Each data rank would change its buffers by its own samples.
+    Each data rank would change its buffers by its own samples, but for counts of tokens, which are those of all.
     What the first forward changes may be a cache that it fills, so that it is not looked at.
     """
     for stage in stages.values():
@@ -64,7 +65,8 @@ class _ForwardCheck:
     """Makes the context of each forward of ``stage``."""
 
     def __init__(self, stage: nn.Module) -> None:
-        self._buffers = [(prefix, child, name) for prefix, child in stage.named_modules() for name in child._buffers]
+        modules = [(prefix, one) for prefix, one in stage.named_modules() if not isinstance(one, TokenCounts)]
+        self._buffers = [(prefix, child, name) for prefix, child in modules for name in child._buffers]
         self._has_run = False
 
     def __call__(self, stage: nn.Module) -> AbstractContextManager[None] | None:

@@ -66,7 +66,7 @@ class TokenCounts(nn.Module):
         self.register_buffer("total", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if bias_rate else None)
         self._group: dist.ProcessGroup | None = None
-        self._adds_up = False
+        self._adds_up = self._apart = False
         self._num_added = 0  # forwards in the step so far
 
     def reset_parameters(self) -> None:
@@ -75,9 +75,13 @@ class TokenCounts(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def join(self, data_ranks: dist.ProcessGroup) -> None:
-        """Add up over ``data_ranks`` and forwards from now on, until :meth:`end_step` or :meth:`restart`."""
-        self._group, self._adds_up = data_ranks, True
+    def join(self, data_ranks: dist.ProcessGroup, *, apart: bool = False) -> None:
+        """Add up over ``data_ranks`` and forwards from now on, until :meth:`end_step` or :meth:`restart`.
+
+        ``apart``: the loss of the balance has the counts of its forward alone, for training with the same bits on every
+        layout: which forwards were before depends on it, and only the sum of all does not.
+        """
+        self._group, self._adds_up, self._apart = data_ranks, True, apart
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: it counts for itself."""
@@ -86,18 +90,23 @@ class TokenCounts(nn.Module):
     @uncompiled
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """Count ``index``, the experts of each token (tokens, choices), int64; return the counts so far, (experts)."""
-        if self._adds_up and in_backward():
-            if not self._num_added:
-                raise RuntimeError(REENTRANT)
+        again = self._adds_up and in_backward()
+        if again and not self._num_added:
+            raise RuntimeError(REENTRANT)
+        if again and not self._apart:
             return self.total.clone()
         chosen = index.reshape(-1)
         counts = torch.zeros_like(self.total).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if again:
+            return counts
+        of_call = counts.clone()
         if self._group is not None:
             all_reduce_(counts, self._group)
         if not self._adds_up or not torch.is_grad_enabled():
             return counts
         self._num_added += 1
-        return self.total.add_(counts).clone()
+        self.total.add_(counts)
+        return of_call if self._apart else self.total.clone()
 
     @uncompiled
     def balance(self, counts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
@@ -109,7 +118,7 @@ class TokenCounts(nn.Module):
             probabilities: of each token (tokens, experts), floating point; P is its mean over tokens.
         """
         mean = probabilities.mean(0)
-        if self._adds_up and torch.is_grad_enabled():
+        if self._adds_up and not self._apart and torch.is_grad_enabled():
             return cast(torch.Tensor, _Balance.apply(mean, counts, self))
         return (self.slope(counts, mean.dtype) * mean).sum()
 

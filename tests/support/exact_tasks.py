@@ -27,7 +27,7 @@ def gpt(num_heads: int = 4, **changes: Any) -> nn.Module:
 def mixtures(**changes: Any) -> nn.Module:
     """A GPT of mixtures; so many experts that some of a rank's, or all, get no token of a sample."""
     sizes = {"num_layers": 2, "num_heads": 4, "width": 32, "max_seq_len": LENGTH, "vocab_size": VOCAB, "init_std": 0.06}
-    sizes |= {"num_experts": 8, "expert_width": 24, "dropout": 0.1}
+    sizes |= {"num_experts": 8, "expert_width": 24, "dropout": 0.1, "bias_rate": 2.0**-7}
     return MoEGPT(MoEGPTConfig(**sizes | changes))
 
 
