@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import require
-from ..parallel.token_counts import TokenCounts, uncompiled
+from ..base.uncompiled import uncompiled
+from ..parallel.token_counts import TokenCounts
 from .gpt import GPT, GPTConfig
 from .presets import equal_stages
 from .transformer import Block, Linear

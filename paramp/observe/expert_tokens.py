@@ -1,8 +1,8 @@
 """Which experts got how many tokens, and which of them produced what is not finite, while a window runs again.
 
-A stack of experts is a module with ``num_experts`` and parameters (experts, ...), whose forward takes tokens, the index
-of each token's experts and their weights, as those of transformers. Over several ranks each rank sees the experts of
-its own tokens, by their index in the whole stack.
+The forward of a stack of experts (:func:`~paramp.parallel.stacked_experts.num_experts`) takes tokens, the index of each
+token's experts and their weights, as those of transformers. Over several ranks each rank sees the experts of its own
+tokens, by their index in the whole stack.
 """
 
 from __future__ import annotations
@@ -18,18 +18,8 @@ from ..base.dtensor import local
 from ..base.trees import tensors
 from ..base.wrapped_models import plain_name
 from ..distributed.context import ParallelContext
-from ..parallel.expert_rows import SEE_ROWS
+from ..parallel.stacked_experts import SEE_ROWS, num_experts
 from ..scaling.overflow_report import gather_findings, non_finite_experts
-
-
-def num_experts(module: nn.Module) -> int:
-    """The number of experts in the whole of ``module``, a stack of them; 0 if it is none, such as a router."""
-    shapes = [one.shape for one in module.parameters(recurse=False)]
-    here, sizes = getattr(module, "num_experts", 0), {shape[:1] for shape in shapes}
-    if not isinstance(here, int) or here < 1 or len(sizes) != 1 or max(map(len, shapes)) < 3:
-        return 0
-    (size,) = sizes.pop() or (0,)
-    return size if size % here == 0 else 0
 
 
 def stacked_parameters(module: nn.Module) -> set[str]:

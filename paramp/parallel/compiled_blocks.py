@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -41,6 +42,10 @@ DEFAULT = "inductor"
 """torch's default backend."""
 EAGER = "_eager_forward"
 """The attribute with the forward of a unit of FSDP2, which is compiled without its hooks: they gather and reshard."""
+OWN_HOOKS = "paramp.", "torch.distributed.fsdp."
+"""The packages whose hooks are no user's."""
+TORCH = str(Path(torch.__file__).parent)
+"""Lines in it tell a user nothing."""
 INSTALL = 'install it, or choose a backend that needs none: compile={"backend": "aot_eager"}'
 
 
@@ -165,8 +170,8 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _num_own_hooks(module: nn.Module) -> int:
-    """How many hooks of ``module`` are paramp's, which are compiled."""
-    return sum(str(getattr(hook, "__module__", "")).startswith("paramp.") for hook in _hooks(module))
+    """How many hooks of ``module`` are paramp's, which are compiled, or those of a unit in a unit, such as experts."""
+    return sum(str(getattr(hook, "__module__", "")).startswith(OWN_HOOKS) for hook in _hooks(module))
 
 
 class _Call:
@@ -222,7 +227,10 @@ class _Reports:
         before = len(self._breaks)
         result = run(block, *args, **kwargs)
         for graph_break in self._breaks[before:]:
-            where = graph_break.user_stack[-1] if graph_break.user_stack else None
+            frames = [
+                frame for frame in graph_break.user_stack if not frame.filename.startswith(TORCH)
+            ] or graph_break.user_stack
+            where = frames[-1] if frames else None
             place = "" if where is None else f" at {where.filename}:{where.lineno}, in {where.name}"
             reason = graph_break.reason.strip().split("\n")[0]
             what = f"the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}"

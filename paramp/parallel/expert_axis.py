@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, replace_forward, with_parameters
-from .expert_rows import SEE_ROWS
+from ..base.uncompiled import uncompiled
+from .stacked_experts import SEE_ROWS, num_experts
 from .tensor.differentiable_collectives import local_shard
 from .tensor.linear import distribute
 
@@ -58,6 +59,7 @@ class ExpertParallel(ParallelStyle):
         self._shard(module, device_mesh)
         group = device_mesh.get_group()
 
+        @uncompiled  # the number of rows differs from call to call
         def forward(
             module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
@@ -86,10 +88,11 @@ class ExpertParallel(ParallelStyle):
 
 def problem_of(module: nn.Module) -> str | None:
     """Why the experts of ``module`` cannot be sharded, to follow its class in a message; None if they can."""
-    count = getattr(module, "num_experts", None)
+    count = num_experts(module)
     shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
-    if not isinstance(count, int) or not shapes or any(shape[:1] != (count,) for shape in shapes.values()):
-        return f"with num_experts {count} and the parameters {shapes}, expected parameters (num_experts, ...)"
+    if not count or module.num_experts != count or any(shape[:1] != (count,) for shape in shapes.values()):
+        has = f"with num_experts {getattr(module, 'num_experts', None)} and the parameters {shapes}"
+        return f"{has}, expected parameters (num_experts, ...), one of them of 3 dims or more"
     whole = [name for name, value in named_tensors(module) if value.shape[:1] == (count,)]
     whole = [name for name in whole if name not in module._parameters]
     if whole:
@@ -105,8 +108,7 @@ def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle])
     """Raise a ConfigError for a module of ``model`` that could have the style ``experts`` and is not in ``styles``."""
     sharded = {model.get_submodule(name) for name in styles}
     for name, module in model.named_modules():
-        is_stack = any(value.ndim > 2 for value in module._parameters.values() if value is not None)
-        if is_stack and module not in sharded and problem_of(module) is None:
+        if module not in sharded and problem_of(module) is None:
             raise ConfigError(
                 f"plan: it leaves {name!r}, a {type(module).__name__} of {module.num_experts} experts, replicated, "
                 "expected the style 'experts' for each mixture, because parallel.expert is set"

@@ -18,8 +18,7 @@ equal counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base.backward_state import in_backward
 from ..base.collectives import all_reduce_
-from ..base.torch_internals import take
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-uncompiled: Callable[[Function], Function] = take("torch._compile._disable_dynamo")
-"""``torch.compiler.disable``, which would import the compiler at once."""
-
+from ..base.uncompiled import uncompiled
 
 REENTRANT = (
     "TokenCounts: a backward repeats a forward that was not counted, expected one with gradients; call "

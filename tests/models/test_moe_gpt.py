@@ -1,13 +1,14 @@
 """MoEGPT: its arithmetic by hand, and its gradients on layouts, with a balance over the tokens of the whole batch."""
 
 import functools
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from families import cases, family
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import SMALL_MOE, batches, small_moe
 from small_engines import engine_of, own_part
 
@@ -150,6 +151,39 @@ def check_gradients(layout, **options):
         stacks = [one for key, one in engine.module.named_parameters() if key.endswith("experts.down_proj")]
         size = 4 if layout == "fsdp2·ep2" else LAYOUTS[layout].get("expert", 1)
         assert all(local(one).shape[0] * size == one.shape[0] == 4 for one in stacks if size > 1)
+
+
+COMPILED = [
+    (layout, mode)
+    for layout in ("ep2", "dp4", "ep2·tp2", "ep2·pp2", "dp2·ep2 + zero1", "fsdp2·ep2")
+    for mode in ("32-true", "bf16-mixed")
+]
+
+
+def check_compiled(world, layout, mode):
+    """Experts over ranks break the graph, which is said once, and the rest of each block is compiled."""
+    gradients, x_y = [], next(batches(1))
+    for compiled in (False, {"backend": "aot_eager"}):
+        options = {"parallel": LAYOUTS[layout], "precision": mode, "compile": compiled}
+        with paramp.launch_from_torch(options) as context, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model = small_moe()
+            engine = engine_of(model, model.loss)
+            engine.forward_backward(*own_part(context, *x_y))
+            text = "\n".join(str(one.message) for one in warned)
+            reports = compiled and context.batch_axis.rank == 0 and context.tensor_axis.rank == 0
+            assert ("a MixtureBlock, breaks at" in text) == bool(reports), text
+            assert "runs eagerly" not in text, text
+            gradients.append({name: local(one.grad).float() for name, one in engine.named_parameters()})
+    of_size = {"32-true": 1e-5, "bf16-mixed": 1e-2}[mode]
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).norm() <= of_size * expected.norm() + 1e-9, name
+
+
+@family
+@pytest.mark.parametrize(("layout", "mode"), cases("compiled experts", COMPILED, [("ep2", "bf16-mixed")], 1))
+def test_compiled_blocks_with_experts_over_ranks_have_the_gradients_of_others(layout, mode):
+    run_on_ranks(2 if layout == "ep2" else 4, __name__, "check_compiled", {"layout": layout, "mode": mode})
 
 
 ON_FOUR = [name for name in LAYOUTS if name not in RANKS_OF_TWO]

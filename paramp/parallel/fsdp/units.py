@@ -35,6 +35,7 @@ from ...base.dtensor import local
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, take
 from ...base.trees import held_tensors, map_tensors
+from ...base.uncompiled import uncompiled
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision
 from . import fsdp2_internals
@@ -348,9 +349,11 @@ class _Output:
     def __init__(self) -> None:
         self._first = 0  # autograd's number of the first operation of the unit
 
+    @uncompiled  # of experts, a unit in a block
     def begin(self, *_: Any) -> None:
         self._first = torch._C._autograd._get_sequence_nr()
 
+    @uncompiled
     def prepare(self, module: Any, _: Any, output: Any) -> Any:
         output = map_tensors(lambda tensor: tensor if tensor._base is None else _NoView.apply(tensor), output)
         leaves = tree_leaves(output)
