@@ -9,6 +9,7 @@ from counting import Collectives
 from pool import on_ranks
 from reference import local, plain_fp32_training, small_gpt, train_engine, whole
 from small_engines import each_raises, engine_of, train_step
+from small_mlp import Block
 from test_process_groups import maps
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -47,21 +48,12 @@ MESHES = {  # and the axes over which fully_shard shards
 }
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 PLAN = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
 
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(6), Block(), nn.LayerNorm(6))
+    return nn.Sequential(nn.LayerNorm(6), Block(6, 10), nn.LayerNorm(6))
 
 
 def sharded(mesh, over):

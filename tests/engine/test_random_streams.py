@@ -126,7 +126,7 @@ PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("tp2
 
 
 @family
-@pytest.mark.parametrize(("before", "after"), cases("random streams", list(GOES_ON), PART, 2))
+@pytest.mark.parametrize(("before", "after"), cases("random streams", list(GOES_ON), PART, 1))
 def test_the_streams_in_another_layout(tmp_path, before, after):
     """As docs/checkpoints.md promises: dropout's go on where there are such, torch's begin anew, the user's stay.
 

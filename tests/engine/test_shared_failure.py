@@ -141,7 +141,7 @@ PARTS = {"forward": "layer", "backward": "backward", "weight": "backward", "crit
 
 
 @family
-@pytest.mark.parametrize("layout", cases("a failing batch", LAYOUTS, PART, 2))
+@pytest.mark.parametrize("layout", cases("a failing batch", LAYOUTS, PART, 1))
 @on_ranks(2)
 def test_a_batch_that_fails_on_one_rank(world, layout):
     """The second of a window of two, of any layer; a backward of a pipeline in its second microbatch."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import WHOLE, family
 from families import cases as chosen
-from matrix import from_small_scale, marks_of, replace_table, table
+from families import family
+from matrix import check_table, from_small_scale
 from pool import on_ranks, run_on_ranks
 from reference import UNITS_WEIGHTS, rank_slice, rounding
 
@@ -185,13 +185,5 @@ def test_a_split_that_loses_a_value_is_an_error():
 @family
 def test_the_documents_table_is_what_came_out(green, request):
     """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    columns = [f"{layout} {mode}" for layout, mode in COLUMNS]
-    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
-        expected = replace_table(text, "families", table("family", FAMILIES, columns, green))
-        if request.config.getoption("--write-matrix"):
-            DOCUMENT.write_text(expected, encoding="utf-8")
-        assert expected == DOCUMENT.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
-    marks = marks_of(DOCUMENT.read_text(encoding="utf-8"), "families")
-    assert list(marks) == [(name, column) for name in FAMILIES for column in columns]
-    assert all(marks[cell] == "✓" for cell in green)
+    columns, write = [f"{layout} {mode}" for layout, mode in COLUMNS], request.config.getoption("--write-matrix")
+    check_table(DOCUMENT, "families", "family", [*FAMILIES], columns, green, write)

@@ -101,7 +101,7 @@ PART = [("ep4", "ep2·tp2", "lamb")]
 
 
 @family
-@pytest.mark.parametrize(("first", "second", "make"), cases("whole matrices of experts", EVERYTHING, PART, 2))
+@pytest.mark.parametrize(("first", "second", "make"), cases("whole matrices of experts", EVERYTHING, PART, 1))
 @on_ranks(4)
 def test_stacks_are_stepped_as_on_one_process(world, first, second, make):
     """Two steps in one layout, and after a checkpoint two in another."""

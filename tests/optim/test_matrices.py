@@ -147,7 +147,7 @@ EVERYTHING = [(layouts, make) for layouts in IN_TURN for make in MAKES]
 
 
 @family
-@pytest.mark.parametrize(("layouts", "make"), cases("whole matrices", EVERYTHING, PART, 3))
+@pytest.mark.parametrize(("layouts", "make"), cases("whole matrices", EVERYTHING, PART, 2))
 def test_optimizers_of_whole_matrices_follow_one_process(layouts, make, tmp_path):
     """In each of the layouts in turn, by checkpoints."""
     for number, layout in enumerate(layouts):

@@ -10,6 +10,7 @@ from families import family, rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches
 from small_engines import engine_of
+from small_mlp import Block
 from test_huggingface import build, loss_of
 from torch import nn
 
@@ -36,15 +37,6 @@ TARGETS = {
     "own": {"target_modules": ["up", "down"]},
 }
 OWN_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Own(nn.Module):

@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 from beside_plain import assert_weights, benchmarks_common
+from families import rarely
 from pool import on_ranks, run_on_ranks
 from small_engines import engine_of
 from torch import nn
@@ -102,7 +103,7 @@ def stack():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-@pytest.mark.parametrize(("parallel", "precision", "most"), HELD)
+@pytest.mark.parametrize(("parallel", "precision", "most"), rarely(HELD, HELD[0], HELD[3], *HELD[5:7]))
 @pytest.mark.real_sizes  # long tensors begin apart, which takes a page each
 @on_ranks(4)
 def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, parallel, precision, most):

@@ -8,6 +8,7 @@ from beside_plain import randn, seeded, train_both
 from families import cases, family
 from pool import on_ranks, run_on_ranks
 from small_engines import engine_of
+from small_mlp import Block
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,15 +17,6 @@ import paramp
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 FSDP2 = {"data": {"shard": 2}}
-
-
-class Block(nn.Module):
-    def __init__(self, width=6, inner=5):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Carrier:
@@ -43,7 +35,7 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(self.kind() for _ in range(self.number))
+        self.blocks = nn.ModuleList(self.kind(6, 5) for _ in range(self.number))
 
 
 class Transposing(Block):

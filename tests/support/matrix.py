@@ -5,9 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from families import WHOLE
+
 from paramp.precision.modes import PRESETS, Precision
 
 PAGE = Path(__file__).parents[2] / "docs/tested.md"
+
+Cells = set[tuple[str, str]]
+"""A row and a column each."""
 
 ALL_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -79,7 +84,7 @@ SCHEDULE_MODES = ("16-mixed", "16-naive", "bf16-mixed")
 """In which every schedule of a pipeline is compared."""
 
 
-def table(name: str, rows: Iterable[str], columns: Sequence[str], green: set[tuple[str, str]]) -> str:
+def table(name: str, rows: Iterable[str], columns: Sequence[str], green: Cells) -> str:
     """The table in Markdown, with a mark where the cell, a row and a column, is in ``green``."""
     lines = [[name, *columns], ["---", *(":-:" for _ in columns)]]
     lines += [[f"`{row}`", *("✓" if (row, column) in green else "✗" for column in columns)] for row in rows]
@@ -104,6 +109,24 @@ def marks_of(text: str, name: str) -> dict[tuple[str, str], str]:
         for row, *marks in lines[2:]
         for column, mark in zip(lines[0][1:], marks, strict=True)
     }
+
+
+def check_table(
+    page: Path, name: str, head: str, rows: Sequence[str], columns: Sequence[str], green: Cells, write: bool
+) -> None:
+    """That ``page`` has the table ``name`` of ``rows`` and ``columns``, with a mark in each cell of ``green``.
+
+    What a run of every cell makes is compared as a whole; ``write``, which ``make matrix`` sets, writes it anew.
+    """
+    cells = [(row, column) for row in rows for column in columns]
+    if write or (WHOLE and green.issuperset(cells)):
+        expected = replace_table(page.read_text(encoding="utf-8"), name, table(head, rows, columns, green))
+        if write:
+            page.write_text(expected, encoding="utf-8")
+        assert expected == page.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
+    marks = marks_of(page.read_text(encoding="utf-8"), name)
+    assert list(marks) == cells
+    assert all(marks[cell] == "✓" for cell in green.intersection(cells))
 
 
 def replace_table(text: str, name: str, new: str) -> str:

@@ -1,4 +1,4 @@
-"""A model that data, tensor and sharded parallelism fit, and its batches, for the tests of other trainers."""
+"""Small models that data, tensor and sharded parallelism fit, and batches, for the tests of other trainers."""
 
 import torch
 from torch import nn
@@ -15,6 +15,17 @@ class MLP(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism shards, added to their input."""
+
+    def __init__(self, width=8, inner=12):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
 
 
 def build(seed=4):

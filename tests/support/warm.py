@@ -233,6 +233,7 @@ def become(job: list, base: Sequence[str], executable: str) -> None:
     words, environment, cwd, client, parent, _ = job
     is_unbuffered = words[0] == "-u"
     os.setsid()
+    os.sched_setaffinity(0, os.sched_getaffinity(client))  # the server has those of all
     for kind in ("net", "uts", "mnt"):  # of another host, where a test makes some
         if os.readlink(f"/proc/{client}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}"):
             with open(f"/proc/{client}/ns/{kind}") as namespace:

@@ -157,7 +157,7 @@ def marked(layout, mode, way):
 
 @family
 @pytest.mark.filterwarnings("ignore:compile.*run.* eagerly")  # the model, which is not tested here
-@pytest.mark.parametrize(("layout", "mode", "way"), [marked(*cell) for cell in cases("blocks", CELLS, PART, 5)])
+@pytest.mark.parametrize(("layout", "mode", "way"), [marked(*cell) for cell in cases("blocks", CELLS, PART, 3)])
 def test_training(layout, mode, way, tmp_path):
     given = {"mode": mode, "make": OWN_STEP if way == "own" else ADAMW, "parallel": LAYOUTS[layout]}
     given |= {"folder": tmp_path / "saved", "compile": way == "compiled"}

@@ -12,9 +12,9 @@ import functools
 
 import pytest
 import torch
-from families import WHOLE, family
 from families import cases as chosen
-from matrix import ACROSS, LAYOUTS, MODES, PAGE, PART, from_small_scale, marks_of, replace_table, table
+from families import family
+from matrix import ACROSS, LAYOUTS, MODES, PAGE, PART, check_table, from_small_scale
 from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, sgd_in_plain_torch, small_gpt, train_engine
 
@@ -149,12 +149,4 @@ def test_adam_in_fp16_follows_too(mode, cells, device):
 @family
 def test_the_table_of_the_page_is_what_came_out(green, request):
     """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
-        expected = replace_table(text, "matrix", table("mode", MODES, list(LAYOUTS), green))
-        if request.config.getoption("--write-matrix"):
-            PAGE.write_text(expected, encoding="utf-8")
-        assert expected == PAGE.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
-    marks = marks_of(text, "matrix")
-    assert list(marks) == [(mode, layout) for mode in MODES for layout in LAYOUTS]
-    assert all(marks[cell] == "✓" for cell in green)
+    check_table(PAGE, "matrix", "mode", MODES, [*LAYOUTS], green, request.config.getoption("--write-matrix"))

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from commands import python, succeeded
 from pool import Choice, on_ranks
 
 
@@ -56,3 +57,14 @@ def test_the_environment_chooses_device_and_backend():
     ):
         with pytest.raises(ValueError, match=message):
             Choice.of({"PARAMP_TEST_DEVICE": device, "PARAMP_TEST_BACKEND": backend}, num_gpus)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_process_runs_on_the_cores_of_the_one_that_starts_it():
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        result = succeeded(python("-c", "import os; print(*os.sched_getaffinity(0))"))
+    finally:
+        os.sched_setaffinity(0, before)
+    assert result.stdout == f"{min(before)}\n"

@@ -141,7 +141,7 @@ PART = ["backward tp2", "forward dp2", "master pp2"]
 
 
 @family
-@pytest.mark.parametrize("name", cases("verify exact faults", [*FAULTS], PART, 2))
+@pytest.mark.parametrize("name", cases("verify exact faults", [*FAULTS], PART, 1))
 def test_a_fault_of_one_ulp_on_one_rank_is_named(name, verify):
     layout, precision, (kind, rank, where, nth), (step, microbatch) = FAULTS[name]
     report = verify(layout, precision, {"kind": kind, "rank": rank, "name": where, "nth": nth})
