@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from commands import python, succeeded
 from pool import Choice, on_ranks
 
@@ -61,6 +62,7 @@ def test_the_environment_chooses_device_and_backend():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_a_process_runs_on_the_cores_of_the_one_that_starts_it():
+    warm.start()  # with all that there are here
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
