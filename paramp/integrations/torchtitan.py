@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,8 @@ IN_PACKAGE = (
 """What is used of the package ``torchtitan``."""
 BF16_ALONE = ("models.common.moe.GroupedExperts.Config", "models.common.attention.VarlenAttention.Config")
 """The configurations of modules whose forward casts to bf16; looked up for fp16."""
+INJECTED = "models.common.aux_loss.AuxLoss.Config"
+"""That of losses whose gradient torchtitan adds in the backward, as if the loss scale were 1; after 0.3.0."""
 IN_CONFIG = (
     *("_owner", "build", "loss", "model_spec", "checkpoint.enable"),
     *("training.dtype", "training.mixed_precision_param"),
@@ -273,6 +276,13 @@ def _check_config(precision: str, config: Any) -> None:
             raise ConfigError(
                 f"precision: got 'float16', but torchtitan's {path.split('.')[-2]} computes in bfloat16 whatever the "
                 f"precision ({names[0]}, the first of {len(names)}); use precision='bfloat16'"
+            )
+    if importlib.util.find_spec("torchtitan.models.common.aux_loss") is not None:
+        names = [name for name, *_ in config.model_spec.model.traverse(_torchtitan(INJECTED))]
+        if names:
+            raise ConfigError(
+                "precision: got 'float16', but torchtitan adds gradients of auxiliary losses without the loss scale "
+                f"({names[0]}, the first of {len(names)}), so that they would be lost; use precision='bfloat16'"
             )
 
 

@@ -3,8 +3,9 @@
 import importlib
 import math
 import re
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -192,6 +193,22 @@ def test_modules_that_compute_in_bf16_are_refused_in_fp16(torchtitan, kind, mode
         adopt(config)
     for precision in ("bfloat16", "float32"):
         assert adopt(config, precision=precision).precision == precision
+
+
+def test_auxiliary_losses_without_the_loss_scale_are_refused_in_fp16(torchtitan, monkeypatch):
+    """torchtitan has them after 0.3.0. A norm's configuration stands for that of such a loss."""
+    titan.prepare("cpu")
+    config = importlib.import_module("torchtitan.models.llama3.config_registry").llama3_debugmodel()
+    later = ModuleType("torchtitan.models.common.aux_loss")
+    later.__spec__ = importlib.machinery.ModuleSpec(later.__name__, None)
+    norm = type(config.model_spec.model.norm)
+    later.AuxLoss = SimpleNamespace(Config=norm)
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    common = importlib.import_module("torchtitan.models.common")
+    monkeypatch.setattr(common, "aux_loss", later, raising=False)
+    with pytest.raises(ConfigError, match=r"auxiliary losses without the loss scale \(.*use precision='bfloat16'"):
+        adopt(config)
+    assert adopt(config, precision="bfloat16").precision == "bfloat16"
 
 
 CONFIGURED = "Trainer.Config.training.mixed_precision_param"

@@ -123,6 +123,16 @@ def test_the_whole_batch_is_one_microbatch_where_all_forwards_come_first():
         torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
+def test_how_far_the_gradient_of_the_microbatches_so_far_is_from_that_of_all():
+    x, y = next(batches(1, size=16))
+    for num_parts, distance in ((2, 0.04), (4, 0.07), (16, 0.08)):
+        buffer, whole = (
+            torch.cat([grad.flatten() for grad in expected_gradients(x, y, 1, num_parts, [rule] * 2).values()])
+            for rule in (BUFFER, WHOLE)
+        )
+        assert (buffer - whole).norm() / whole.norm() == pytest.approx(distance, abs=0.005)
+
+
 def counting_engine(**config):
     engine = engine_of(model := biased_moe(), model.loss, functools.partial(torch.optim.SGD, lr=0.0), **config)
     return engine, token_counts(engine.module)
