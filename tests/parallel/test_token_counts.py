@@ -167,11 +167,14 @@ def test_biases_move_by_each_token_of_a_step_once(checkpointing, tmp_path):
     with paramp.launch_from_torch({"gradient_accumulation": 2, "activation_checkpointing": checkpointing}):
         engine, counts = counting_engine()
         assert all(torch.equal(one.bias, torch.zeros(4)) for one in counts)
-        expected = [moved(one) for one in chosen(engine.full_state_dict(), x, x2)]
+        of_step = chosen(engine.full_state_dict(), x, x2)
+        expected = [moved(one) for one in of_step]
         for inputs, targets in ((x, y), (x2, y2)):
             engine.forward_backward(inputs, targets)
             engine.evaluate(x3, y3)
+            found = [one.total.tolist() for one in counts]
             engine.step()
+        assert found == [one.tolist() for one in of_step]
         for one, bias in zip(counts, expected, strict=True):
             assert torch.equal(one.bias, bias.float())
             assert bias.any()
