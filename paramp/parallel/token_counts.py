@@ -69,7 +69,7 @@ class TokenCounts(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def join(self, data_ranks: dist.ProcessGroup, *, apart: bool = False) -> None:
+    def join(self, data_ranks: dist.ProcessGroup | None, *, apart: bool = False) -> None:
         """Add up over ``data_ranks`` and forwards from now on, until :meth:`end_step` or :meth:`restart`.
 
         ``apart``: the loss of the balance has the counts of its forward alone, for training with the same bits on every

@@ -258,6 +258,17 @@ def test_without_an_engine_each_call_counts_alone():
     assert torch.equal(probabilities.grad, torch.tensor([[0.75, 0.375, 0.375]] * 2))
 
 
+def test_in_a_step_a_call_returns_the_counts_so_far():
+    counts, index = TokenCounts(3), torch.tensor([[0, 1], [0, 2]])
+    counts.join(None)
+    found = [counts(index), counts(index)]
+    with torch.no_grad():
+        found.append(counts(index))
+    found.append(counts(index))
+    counts.end_step(torch.tensor(False))
+    assert [one.tolist() for one in (*found, counts(index))] == [[2, 1, 1], [4, 2, 2], [2, 1, 1], [6, 3, 3], [2, 1, 1]]
+
+
 class Choosing(nn.Module):
     def __init__(self, use_reentrant=False):
         super().__init__()
