@@ -308,6 +308,15 @@ def check_frozen(frozen: NamedParameters) -> None:
             raise RuntimeError(unfrozen(name, "has a gradient"))
 
 
+def moved(name: str) -> str:
+    """An error's text: the parameter ``name``, or its gradient, is in other memory than a step changes."""
+    return (
+        f"{name!r} was moved after initialize (its .data was replaced, or its module was cast or given another memory "
+        "format), so that steps would not change it; do that before initialize, and change values in place (copy_, "
+        "load_state_dict)"
+    )
+
+
 def num_hooks(parameter: torch.Tensor) -> int:
     """How many hooks on its gradient ``parameter`` has."""
     return sum(len(getattr(parameter, hooks) or ()) for hooks in HOOKS)

@@ -117,6 +117,7 @@ INVENTORY = (
         "_dispatch_has_kernel_for_dispatch_key _dispatch_keyset_full_after",
         "autocast on CPUs with the same list of operators as on CUDA",
     ),
+    Private("torch._C", "_storage_address", "a parameter's memory that was replaced by .data"),
     Private("torch._C", "DisableTorchFunction", "random numbers that no mode records"),
     Private("torch._C", "_current_graph_task_id", "whether a backward is running"),
     Private("torch._C._autograd", "_get_sequence_nr", "which module has made a node of the graph"),

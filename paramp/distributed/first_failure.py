@@ -212,11 +212,13 @@ class Departures:
         text = self.cause_of(error)
         return RuntimeError(f"{function}: {text}{f'; {SAME_CALLS}' if IN_ORDER in text else ''}") if text else None
 
-    def gather(self, name: str, function: str) -> None:
+    def gather(self, name: str, function: str, elsewhere: Callable[[], str] = lambda: "") -> None:
         """Wait until every rank has come here for the public ``function``; ``name``: of this time, on every rank.
 
+        ``elsewhere`` returns why a rank will not come; empty: it does not know one.
+
         Raises:
-            RuntimeError: a rank has left, or has not come in :data:`LONGEST_WAIT` seconds.
+            RuntimeError: a rank has left, will not come, or has not come in :data:`LONGEST_WAIT` seconds.
         """
         if self._store is None:
             return
@@ -226,7 +228,7 @@ class Departures:
             self._store.set(f"{key}/all", "")
         while not self._has(f"{key}/all"):
             text = self.first() or ("" if time.monotonic() < deadline else f"others have not in {LONGEST_WAIT:g} s")
-            if text:
+            if text or (pause >= 0.1 and (text := elsewhere())):
                 raise RuntimeError(f"{function}: every rank has to call it, but {text}")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -34,6 +35,8 @@ from .rendezvous import read_all
 
 REPORT = "failure_report"
 """The key of the failure report, which is empty until a rank fails."""
+LOOKED_AT = 8
+"""Ranks that :meth:`Heartbeat.seen_in` looks at."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,19 @@ class Heartbeat:
     def span(self, kind: str, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[None]:
         """A context in which this rank is in the phase ``kind``."""
         return self._tracker.span(kind, stage, microbatch)
+
+    def seen_in(self, phases: Collection[str]) -> str:
+        """Which rank waits in one of ``phases`` of this rank's step, by its last beat; empty if none is seen.
+
+        It looks at a few other ranks, chosen anew each time: thousands that look at all would keep the store busy.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        some = random.SystemRandom().sample(others, min(LOOKED_AT, len(others)))
+        for rank, text in zip(some, read_all(self._store, [*map(_beat_key, some)]), strict=True):
+            record = Beat.decode(text).record
+            if record.waiting and record.phase in phases and record.step == self.record.step:
+                return f"{self._name_of(rank)} is {record}"
+        return ""
 
     def start(self, name_of: Callable[[int], str]) -> None:
         """Start to send and read beats. ``name_of`` returns a rank's name with its coordinates on the mesh."""

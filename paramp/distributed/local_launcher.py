@@ -19,7 +19,7 @@ from .rendezvous import host_store
 
 ABORTED = (
     "; if gloo says above that sizes do not match, the ranks called different things, as when one leaves out "
-    "engine.step(): set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch names the calls"
+    "engine.evaluate(): set TORCH_DISTRIBUTED_DEBUG=DETAIL, and torch names the calls"
 )
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0

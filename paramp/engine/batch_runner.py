@@ -83,19 +83,20 @@ class BatchRunner:
             backward: add losses and gradients to the accumulation window.
             totals: without a backward, add the losses to it; None: compute no losses.
         """
-        losses = self._losses
         if self._failure.is_alone:
             self._failure.refuse()
+        if backward:
+            self._window.begin_batch(is_known=True)
         batch, microbatches = self._split(inputs, target, training=backward)
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
                 seen.append((map_tensors(torch.Tensor.detach, output), microbatch.target))
             if backward:
-                return losses.scaled(self.criterion.of(output, microbatch))
+                return self._losses.scaled(self.criterion.of(output, microbatch))
             if totals is None:
                 return no_loss(output, microbatch)
-            value, added = losses.split(self.criterion.of(output, microbatch))
+            value, added = self._losses.split(self.criterion.of(output, microbatch))
             totals.add_(added)
             return value
 

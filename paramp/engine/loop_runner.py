@@ -55,6 +55,7 @@ class LoopRunner(BatchRunner):
         """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
         window, loss = self._window, self.criterion.counted(loss)
         self._numerics.check_own_forward()
+        window.begin_batch(is_known=False)
         window.begin_backward(None)
         taking_part = self._taking_part(window.in_last_call)
         with self._context.phase("backward"), window.failing(), taking_part as begin_reductions, self._compute.enter():

@@ -12,7 +12,7 @@ it raises at once, and the job ends when it leaves the context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import NoReturn
 
@@ -21,15 +21,20 @@ import torch.distributed as dist
 
 from ..base.collectives import gather_objects
 from ..base.errors import ConfigError
+from ..base.observer_spans import STEP
 from ..base.torch_internals import expect
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.first_failure import SECONDS_OF_GRACE, is_lost_connection
+from ..distributed.rank_progress import SAVE, WAITING
 from ..scaling.decision import HostCopy
 
 expect("torch.distributed.distributed_c10d")
 
 KINDS = ConfigError, ValueError, RuntimeError
 """The exceptions of the other ranks: the first that is a base class of the error's, else the last."""
+IN_BATCH = WAITING - {STEP, SAVE}
+"""The phases of a rank in a batch."""
+SAME_CALLS = "call both equally often on every rank, and not under a condition such as `if rank == 0`"
 SAME_KIND = "in one accumulation window; return the same kind for every microbatch, on every rank"
 
 
@@ -51,6 +56,7 @@ class SharedFailure:
         groups = context.ranks_along(axes).tolist()
         self._peers = next(ranks for ranks in groups if context.rank in ranks)
         self._num_batches = 0
+        self._met: set[str] = set()
         self._local_error: Exception | None = None
         self.is_alone = False
         self.find_late: Callable[[], Exception | None] = lambda: None
@@ -130,6 +136,31 @@ class SharedFailure:
         dist.all_reduce(num_failed, group=group)
         if num_failed:  # the host waits
             self._raise(error, group)
+
+    def meet(self, function: str, phases: Collection[str], does: str) -> None:
+        """Wait, the first time, for all ranks to come here for ``function``: a place that a rank may reach by mistake.
+
+        Not a collective: what other ranks wait in, if they do not come, is one. With a heartbeat only. ``does``: what
+        this rank does here.
+
+        Raises:
+            RuntimeError: another rank is in one of ``phases`` of this step, so that it will not come.
+        """
+        heartbeat = self._context.heartbeat
+        if heartbeat is None or function in self._met:
+            return
+        self._met.add(function)
+
+        def elsewhere() -> str:
+            found = heartbeat.seen_in(phases)
+            return found and f"{found}, and {self._context.name_of(self._context.rank)} {does}; {SAME_CALLS}"
+
+        self._context.departures.gather(f"{self._key}/{function}", function, elsewhere)
+
+    def agree_in_step(self, error: Exception | None) -> None:
+        """:meth:`agree` in a ``step()`` without a backward since the last one, which may be this rank's alone."""
+        self.meet("step", IN_BATCH, "steps without a batch since the last step")
+        self.agree(error)
 
     def _raise(self, own: Exception | None, group: dist.ProcessGroup | None = None) -> NoReturn:
         if own is not None and self._context.world_size == 1:

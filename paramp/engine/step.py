@@ -6,8 +6,7 @@ values computed from it stay on the device: the result and the counters of steps
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,7 +16,6 @@ from ..base.errors import ConfigError
 from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
-from ..optim.flat_gradients import FlatGradients
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.decision import NUM_SUMS, HostCopy, StepDecision, decide
 from ..scaling.local_norm import count_zeros
@@ -25,6 +23,7 @@ from ..scaling.loss_scaler import DistributedGradScaler
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
 from .state.weight_averages import WeightAverages
+from .step_checks import absent_everywhere, warn_of_schedule, warn_of_vanished_gradient
 from .window import AccumulationWindow, WindowLosses
 
 
@@ -143,19 +142,6 @@ class StepCounters:
         _, _, in_a_row, at_floor = self.skips()
         return in_a_row >= max_skipped - 1 or at_floor > 0
 
-    def warn_if_vanished(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Warn if the step before, of ``optimizers``, was the first in a row with a gradient whose norm is 0."""
-        made, *_, in_a_row = self.read()
-        if in_a_row == 1:
-            names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-            warnings.warn(
-                f"step {made} of {names} was made with a gradient whose norm is exactly 0, though the loss depends on "
-                "the model: half-precision gradients may have underflowed. Look at engine.gradient_histogram() between "
-                "forward_backward and step, at the loss scale (engine.scaler.get_scale()), at the count that a "
-                "criterion returns beside its sum, and at the criterion, whose gradient may be 0",
-                stacklevel=2,
-            )
-
 
 class OptimizerStep:
     """Makes the optimizers' steps, or skips them, with the gradients of a window.
@@ -185,8 +171,8 @@ class OptimizerStep:
         self.averages: WeightAverages | None = None
         self._context = context
         self._device = context.device
-        # Ranks with other parts of the batch or of the model may have gradients for other parameters.
-        self._differ = context.batch_axis.size * context.stage_axis.size > 1
+        self._rates: list[object] = []  # of learning, in the last step
+        self._moves = self._warned = False
         self._unchanged = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._sums = sums_for(context)
         self.updates: list[Step] = []
@@ -207,7 +193,7 @@ class OptimizerStep:
 
     def make(self, scale: torch.Tensor) -> StepResult:
         """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
-        self.counters.warn_if_vanished(self._optimizers)
+        self._look_back()
         decision, absent = self._decide(self._gradients.complete(), scale)
         if self.averages is not None:
             self.averages.begin()
@@ -223,17 +209,32 @@ class OptimizerStep:
             counts.end_step(decision.skip)
         return self._record(decision)
 
+    def _look_back(self) -> None:
+        """Warn of the step before: of a gradient whose norm is 0, and of a schedule that a skipped step has moved."""
+        made, _, skipped, _, vanished = self.counters.read()
+        if vanished == 1:  # the first in a row
+            warn_of_vanished_gradient(made, self._optimizers)
+        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+        moves = rates != (self._rates or rates)
+        if skipped and moves and self._moves and not self._warned:  # at this step and the one before
+            self._warned = warn_of_schedule(self._optimizers)
+        self._rates, self._moves = rates, moves
+
     def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:
         """The decision of all ranks, and the parameters that no data rank has a gradient for; a collective.
 
         ``found_inf``: what :meth:`FlatGradients.complete` returned.
         """
         changed = self._changes.look() if self._changes.watches else self._unchanged
-        presence = [self._gradients.presence(self._first_names)] if self._differ else []
+        # Ranks with other parts of the batch or of the model may have gradients for other parameters.
+        is_shared = self._context.world_size > 1
+        presence = [self._gradients.presence(self._first_names)] if is_shared else []
         control = torch.cat([self._findings(found_inf), self._losses.findings(), *presence, changed])
-        if self._context.world_size > 1:
+        if is_shared:
             all_reduce_(control)
-        absent = _absent(self._gradients, self._first_names, control[NUM_SUMS:-1] if self._differ else None)
+        absent = self._gradients.absent()
+        if absent and is_shared:  # the host waits for the numbers only if they matter
+            absent = absent_everywhere(absent, control[NUM_SUMS:-1], self._first_names, self._context)
         max_norm = self._context.config.clip_grad_norm
         decision = decide(control[:NUM_SUMS], scale, self._losses.size, self._window.mean_factor, max_norm)
         if self._failure.is_shared:
@@ -263,17 +264,3 @@ class OptimizerStep:
         if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
             print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)
         return result
-
-
-def _absent(
-    gradients: FlatGradients, first_names: Mapping[str, str], num_present: torch.Tensor | None
-) -> list[FlatParam]:
-    """The parameters for which no rank has a gradient.
-
-    ``num_present``, 1-dim float64: the number of ranks with one for each parameter; None if ranks do not differ.
-    """
-    absent = gradients.absent()
-    if not absent or num_present is None:  # the host waits for the numbers only if they matter
-        return absent
-    present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
-    return [param for param in absent if not present[first_names[param.name]]]

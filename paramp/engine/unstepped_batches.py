@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ..base.observer_spans import STEP
+from .shared_failure import SharedFailure
+
 ADDED_UP = (
     "forward_backward: the second batch before a step(), without gradient_accumulation: their gradients add up to a "
     "sum. Call step() after each batch; for one optimizer step with the mean over k batches, also set "
@@ -43,16 +46,23 @@ class UnsteppedBatches:
         stepped: whether ``step()`` was called.
     """
 
-    def __init__(self, is_main: bool) -> None:
+    def __init__(self, failure: SharedFailure, is_main: bool) -> None:
         """Only one rank, for which ``is_main``, warns."""
+        self._failure = failure
         self.dropped = 0
         self.stepped = False
         self._count = 0
         self._texts = {ADDED_UP, UNUSED, CHANGED, BY_HAND} if is_main else set()  # that may still be shown
 
-    def begin_batch(self, adds_up: bool) -> None:
-        """Warn if there is a reason; ``adds_up``: the gradients of the next batch are added to another one's."""
-        if adds_up:
+    def begin_batch(self, is_second: bool, *, warn: bool) -> None:
+        """Warn if there is a reason. ``is_second``: of two without a ``step()``; ``warn`` if their gradients add up.
+
+        Raises:
+            RuntimeError: it is the second one of this rank, and another rank has called ``step()``.
+        """
+        if is_second:
+            self._failure.meet("forward_backward", {STEP}, "begins a second batch without a step()")
+        if is_second and warn:
             self._warn(ADDED_UP)
         if not self.stepped and (self._count >= MANY or self.dropped >= MANY_DROPPED):
             self._warn(UNUSED, self._count)

@@ -1,8 +1,7 @@
 """The accumulation window: the calls of ``forward_backward`` and of ``step()`` that end in one step, and its losses.
 
 It is a state machine: calls lead from one :class:`State` to another, and :data:`REFUSED` has the errors of those that
-do not. A window ends after ``gradient_accumulation`` calls of ``step()``, or with fewer after
-:meth:`AccumulationWindow.shorten`.
+do not. It ends after ``gradient_accumulation`` calls of ``step()``, or with fewer (:meth:`AccumulationWindow.shorten`).
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
@@ -157,8 +156,7 @@ class State(enum.Enum):
     OPEN = enum.auto()
     """Of backwards since the last call of ``step()``."""
     CALLED = enum.auto()
-    """Of earlier calls of ``step()`` only, which have not ended the window. The next call needs new ones, or some that
-    were changed by hand (:data:`NO_BACKWARD`), as in EMPTY and STEPPED."""
+    """Of earlier calls of ``step()`` only. The next call needs new ones, or changed ones, as in EMPTY and STEPPED."""
     STEPPED = enum.auto()
     """A step has used them."""
     BROKEN = enum.auto()
@@ -208,14 +206,13 @@ class AccumulationWindow:
         self._gradients, self._failure = gradients, failure
         self.losses, self.batches = losses, batches
         self.foreign = user_backward.ForeignBackward(gradients)
-        self.state = State.EMPTY
-        self.mean_factor = 1.0
+        self.state, self.mean_factor = State.EMPTY, 1.0
         self._accumulation = context.config.gradient_accumulation
         self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
-        self._unstepped = UnsteppedBatches(context.is_main)
+        self._unstepped = UnsteppedBatches(failure, context.is_main)
         # Until a step gradients carry the loss scale, or are terms of sums over ranks.
         self._unfinished = context.config.precision.scaling is not None or context.world_size > 1
         self._after_backward: list[int] = []
@@ -227,12 +224,15 @@ class AccumulationWindow:
         if self.state is not State.AVERAGED:
             self.state = state
 
+    def begin_batch(self, *, is_known: bool) -> None:
+        """A batch begins; ``is_known``: to :meth:`begin_backward` too. Not a collective, which may be due elsewhere."""
+        if self.state is State.OPEN or not self._unstepped.stepped:
+            self._unstepped.begin_batch(self.state is State.OPEN, warn=is_known and self._accumulation == 1)
+
     def begin_backward(self, batch: Batch | None) -> None:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
         if self.state is not State.AVERAGED:
             self._check_foreign_backward()
-        if self.state is State.OPEN or not self._unstepped.stepped:
-            self._unstepped.begin_batch(self.state is State.OPEN and batch is not None and self._accumulation == 1)
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(State.OPEN)
@@ -283,7 +283,7 @@ class AccumulationWindow:
                     self._failure.check()
                 self._check_foreign_backward()
         if self.state in (State.EMPTY, State.CALLED, State.STEPPED):  # changed by hand, on all ranks?
-            self._failure.agree(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
+            self._failure.agree_in_step(RuntimeError(NO_BACKWARD) if self._gradients.are_unchanged() else None)
             if self._unfinished:
                 self._unstepped.warn_of_gradients(BY_HAND, scale)
         elif self.state is State.OPEN and self._unfinished and self._are_all_changed():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..base.dtensor import is_dtensor, local, version
-from ..base.module_surgery import NamedParameters, check_frozen, num_hooks
-from ..base.torch_internals import expect
+from ..base.module_surgery import NamedParameters, check_frozen, moved, num_hooks
+from ..base.torch_internals import expect, take
 from ..distributed.context import ParallelContext
 from ..scaling.gradient_placements import align_gradients, sum_tied_gradients, unscale_and_check_
 from ..scaling.replica_counts import TiedParameter
@@ -33,6 +33,7 @@ GRADIENT = operator.attrgetter("grad")
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")
 ADDRESS: Callable[[Any], int] = torch.Tensor.data_ptr
+STORAGE: Callable[[Any], int] = take("torch._C._storage_address")
 
 
 class GradientReduction:
@@ -130,6 +131,7 @@ class FlatGradients:
         self._views: list[torch.Tensor | None] = [None] * len(params)  # each parameter's .grad, once it is allocated
         self._local_views: list[torch.Tensor] = []
         self._are_sharded = [*map(is_dtensor, self.parameters)]
+        self._storages = [*map(STORAGE, compress(self.parameters, self._are_sharded))]
         self._addresses: list[int] | None = None
         """Where parameters and gradients have to be: in their buffers."""
         self._absent: list[FlatParam] = []
@@ -202,7 +204,8 @@ class FlatGradients:
             self._views = [param.gradient for param in self.params]
             self._local_views = [param.local_gradient for param in self.params]
             weights = [param.buffer.view(param.buffer.weights, param) for param in self.params]
-            self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views)]
+            storages = self._storages, map(STORAGE, compress(self._views, self._are_sharded))
+            self._addresses = [*map(ADDRESS, weights), *map(ADDRESS, self._local_views), *chain(*storages)]
             parts = [(part, one.norm_weight) for one in step_ranges(self.buffers) for part in one.in_blocks()]
             self._for_norm = [part for part, _ in parts], [norm_weight for _, norm_weight in parts]
             self.zeros.update(zip(self.params, self.versions(), strict=True))
@@ -251,16 +254,13 @@ class FlatGradients:
         if any(parameter.grad is not None for _, parameter in self._frozen):
             check_frozen(self._frozen)
         self.begin_window()
-        pairs = zip(chain(self.parameters, self._views), self._are_sharded * 2, strict=True)
-        addresses = [ADDRESS(LOCAL(tensor) if sharded else tensor) for tensor, sharded in pairs]
+        tensors, sharded = [*self.parameters, *self._views], self._are_sharded * 2
+        addresses = [ADDRESS(LOCAL(one) if wraps else one) for one, wraps in zip(tensors, sharded, strict=True)]
+        addresses += map(STORAGE, compress(tensors, sharded))  # all that `.data = ...` replaces in a DTensor
         if self._addresses is not None and addresses != self._addresses:
             different = next(index for index, at in enumerate(addresses) if at != self._addresses[index])
-            name = self.params[different % len(self.params)].name
-            raise RuntimeError(
-                f"{name!r} was moved after initialize (its .data was replaced, or its module was cast or given "
-                "another memory format), so that steps would not change it; do that before initialize, and change "
-                "values in place (copy_, load_state_dict)"
-            )
+            params = [*self.params, *self.params]
+            raise RuntimeError(moved([*params, *compress(params, sharded)][different].name))
 
     @torch.no_grad()
     def collect(self, found_inf: torch.Tensor) -> None:

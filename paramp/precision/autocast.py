@@ -25,7 +25,7 @@ import torch
 from ..base.torch_internals import REPLACED, TO_FP32, TO_WIDEST, expect, replace_kernels, take
 from .modes import Precision
 
-expect("torch._C")
+expect("torch._C", "torch.ops.mkldnn")
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 tree_map_only = take("torch.utils._pytree.tree_map_only")
@@ -97,17 +97,17 @@ def _keys(device_type: str) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchK
 
 
 def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """Cast the input of an LSTM to fp16 before torch selects its implementation, under autocast to fp16.
+    """Cast the input of an LSTM before torch selects its implementation, where oneDNN has none in autocast's dtype.
 
     For an fp32 input torch selects oneDNN's LSTM on CPUs, whose input autocast then casts; but oneDNN cannot train an
-    LSTM in fp16. For an fp16 input torch uses operators that work on every CPU.
+    LSTM in fp16, and in bf16 not on every CPU. For an input in that dtype torch uses operators that work on all.
     """
-    autocast, below = _keys("cpu")
-    if not _depth["cpu"] or torch.get_autocast_dtype("cpu") is not torch.float16:
+    (autocast, below), dtype = _keys("cpu"), torch.get_autocast_dtype("cpu")
+    if not _depth["cpu"] or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return LSTM.redispatch(keys & below, *args, **kwargs)
     with torch._C._ExcludeDispatchKeyGuard(autocast):
         args, kwargs = tree_map_only(
-            torch.Tensor, lambda one: one.half() if one.dtype is torch.float32 else one, (args, kwargs)
+            torch.Tensor, lambda one: one.to(dtype) if one.dtype is torch.float32 else one, (args, kwargs)
         )
         return LSTM(*args, **kwargs)
 

@@ -35,7 +35,7 @@ STOPPED = {  # case: the rank that is stopped, its name, the axis of the others'
     ),
     "plain": (1, "rank 1 (dp 1)", "dp", "in data, step 2"),
 }
-OTHERS = ["failure", "plain_failure", "leave", "later_batch", "departure", "save_alone"]
+OTHERS = ["failure", "plain_failure", "leave", "later_batch", "departure", "save_alone", "left_out", "step_alone"]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,23 @@ def test_the_error_of_the_others_names_a_rank_that_left_early(output):
     assert texts[2].startswith(error)
     assert "".join(texts).count(f"RuntimeError: {error}") == 1
     assert "paramp: rank 1" not in "".join(texts)  # the error has said it
+
+
+CALLS = {  # case: the function that rank 1 alone has called, where the others are, and what rank 1 does
+    "left_out": ("forward_backward", "in step, step 1", "begins a second batch without a step()"),
+    "step_alone": ("step", r"(in|after) [a-z]+( of microbatch 0, stage 0)?, step 2", "steps without a batch since"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_rank_that_leaves_out_a_step_or_makes_one_more_names_itself(output, case):
+    texts, codes = output[case]
+    function, where, does = CALLS[case]
+    assert codes == [1, 1, 1]
+    error = (
+        rf"RuntimeError: {function}: every rank has to call it, but rank [02] \(pp 0, dp [02], tp 0\) is {where}, and "
+    )
+    assert re.search(error + re.escape(f"rank 1 (pp 0, dp 1, tp 0) {does}"), "".join(texts)), texts
 
 
 def test_a_save_on_one_rank_ends_all_and_names_it(output):

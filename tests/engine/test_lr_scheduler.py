@@ -41,6 +41,30 @@ def test_the_scheduler_stands_still_while_the_optimizer_does():
         assert rates == [1.0, 0.5, 0.5, 0.5, 0.5, 0.25]
 
 
+SCHEDULES = {  # what steps after each batch, and whether that is a mistake
+    "torch's": (lambda scheduler, result: scheduler.step(), True),
+    "torch's, which waits": (lambda scheduler, result: scheduler.step() if result.stepped else None, False),
+    "by epoch": (lambda scheduler, result: scheduler.step() if result.overflow else None, False),
+    "by hand": (lambda scheduler, result: None, False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_does_not_wait_for_skipped_steps_is_warned_of_once(name, recwarn):
+    move, is_wrong = SCHEDULES[name]
+    with paramp.launch_from_torch({"precision": "16-mixed"}):
+        engine, *_ = paramp.initialize(torch.nn.Linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+        scheduler = None if name == "by hand" else ExponentialLR(engine.optimizer, 0.5)
+        for value in (0.1, 0.1, math.inf, 0.1, math.inf, 0.1):
+            result = step(engine, value=value)
+            if scheduler is None:
+                engine.optimizer.param_groups[0]["lr"] /= 2
+            else:
+                move(scheduler, result)
+        texts = [str(one.message) for one in recwarn if "the learning rate has changed" in str(one.message)]
+        assert len(texts) == is_wrong
+
+
 @pytest.mark.parametrize("steps_before_load", [0, 5])
 @pytest.mark.parametrize("has_followed", [True, False])
 def test_the_schedule_goes_on_with_the_steps_of_the_checkpoint(has_followed, steps_before_load, tmp_path):

@@ -304,8 +304,29 @@ def test_remainders_need_the_fused_step_and_what_keeps_an_optimizer_from_it_is_s
         each_raises(paramp.ConfigError, {message: lambda: engine_of(model, optimizer=make)})
 
 
+PAIR = {"0": "colwise", "1": "rowwise"}
+
+
 def set_data(tensor):
     tensor.data = tensor.data.clone()
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": {"shard": 2}}])
+@on_ranks(2)
+def test_the_data_of_a_dtensor_is_not_replaced_in_silence(world, layout):
+    """torch replaces nothing of it but an empty wrapper."""
+    with paramp.launch_from_torch({"parallel": layout}):
+        engine = engine_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=PAIR if "tensor" in layout else None)
+        x, weight = torch.ones(4, 4), engine.module.get_parameter("0.weight")
+        for tensor in (lambda: weight, lambda: weight.grad):
+            train_step(engine, x)
+            engine.forward_backward(x, x)
+            before = tensor().data
+            set_data(tensor())
+            each_raises(RuntimeError, {f"'0.weight' was {MOVED}": engine.step})
+            tensor().data = before
+            engine.zero_grad()
+        assert train_step(engine, x).stepped
 
 
 MOVED = "moved after initialize"
@@ -327,3 +348,21 @@ def test_what_would_pass_the_step_by_is_an_error(change, message):
         engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
         change(engine)
         each_raises(RuntimeError, {message: engine.step})
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}])
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_there(world, layout):
+    """Of the others the step is not wrong by itself; they end with the rank that raises."""
+    with paramp.launch_from_torch({"parallel": layout}):
+        engine = engine_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=PAIR if "tensor" in layout else None)
+        x, bias = torch.ones(4, 4), engine.module.get_parameter("0.bias")
+        bias.requires_grad_(False)  # on all, as a schedule of freezing does
+        assert train_step(engine, x).stepped
+        bias.requires_grad_(world.rank == 0)
+        engine.forward_backward(x, x)
+        if world.rank == 0:
+            assert engine.step().stepped
+        else:
+            with pytest.raises(RuntimeError, match=r"'0\.bias' on rank 1 .* requires_grad was changed"):
+                engine.step()

@@ -127,6 +127,24 @@ def save_alone(context):
     make_step(engine)
 
 
+def left_out(context):
+    """Rank 1 leaves out the first ``step()``; losses that are not reduced would not hold it up before the last one."""
+    engine, _ = engine_and_layer()
+    for number in range(2):
+        engine.forward_backward(torch.ones(8, 4), torch.ones(8, 4), return_loss=False)
+        if number or context.rank != 1:
+            engine.step()
+
+
+def step_alone(context):
+    """Rank 1 steps twice."""
+    engine, _ = engine_and_layer()
+    make_step(engine)
+    if context.rank == 1:
+        engine.step()
+    make_step(engine)
+
+
 def plain(context):
     """A loop of plain torch, in a process group that it made itself."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -153,7 +171,8 @@ def from_mesh(config, device):
 
 
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
-PATIENCE = {"leave": 6.0, "later_batch": 30.0, "departure": 30.0, "save_alone": 6.0}
+PATIENCE = {"leave": 6.0, "save_alone": 6.0}
+PATIENCE |= dict.fromkeys(("later_batch", "departure", "left_out", "step_alone"), 30.0)
 """The time-outs of cases in which no rank is silent."""
 
 
