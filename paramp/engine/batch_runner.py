@@ -55,8 +55,7 @@ class BatchRunner:
             self.pipeline = Pipeline(stages, context, observers, failure.raise_if_alone, numerics)
         self.criterion = criterion
         self._compute = criterion.compute
-        self._numerics = numerics
-        self._observers = observers
+        self._numerics, self._observers = numerics, observers
         self._stages = stages
         self._weights = weights
         self._gradients = weights.gradients
