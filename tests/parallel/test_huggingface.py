@@ -125,7 +125,7 @@ def with_extra():
 
 
 def without_pipeline_plan():
-    model = build("llama")
+    model = pretrained.build("GPT-NeoX")
     model._pp_plan = {}
     return model
 

@@ -107,6 +107,8 @@ ARCHITECTURES = {
     ),
 }
 """By ``config.model_type``."""
+DECODER = Architecture(tensor={}, units=("embed_tokens", "layers", "norm"), is_chain=True)
+"""The row of a model that has these modules, and no pipeline plan."""
 HEADS: Mapping[str, str | ParallelStyle] = {"lm_head": "colwise_gather_output", "shared": "embedding_rowwise"}
 """The styles of a model's own modules, beside the base model."""
 HEAD = "lm_head"
@@ -116,7 +118,11 @@ def find_architecture(model: nn.Module) -> tuple[Architecture | None, str]:
     """The row for ``model``, or None, and the prefix of the names of its modules without the head."""
     base: Any = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
-    return ARCHITECTURES.get(model.config.model_type), prefix  # type: ignore[union-attr, arg-type]
+    row = ARCHITECTURES.get(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    planned = any(name.startswith(prefix) for name in getattr(model, "_pp_plan", None) or ())
+    if row is None and not planned and all(hasattr(base, name) for name in DECODER.units):
+        row = DECODER
+    return row, prefix
 
 
 def tensor_entries(model: nn.Module) -> dict[str, str | ParallelStyle]:
