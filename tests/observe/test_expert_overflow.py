@@ -18,7 +18,22 @@ LAYOUTS = {  # ranks, sizes of the axes
     "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
     "ep2·pp2": (4, {"expert": 2, "pipeline": {"size": 2, "microbatches": 2}}),
     "dp2·ep2·zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
+    "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
 }
+
+
+class Spoilt(StackedExperts):
+    """Stacked experts, of which one may spoil what it computes."""
+
+    spoils = None  # the expert's index on this rank, the value, whether in the backward
+
+    def forward(self, tokens, index, weights):
+        output = super().forward(tokens, index, weights)
+        if self.spoils is None:
+            return output
+        expert, value, backward = self.spoils
+        rows = (index == expert).any(1).nonzero().flatten()
+        return output.index_copy(0, rows, Planted.apply(output[rows], value, backward))
 
 
 def started(parallel):
@@ -28,7 +43,11 @@ def started(parallel):
 
 def engine_on(parallel):
     plan = PLAN | ({"*.up": "colwise", "*.down": "rowwise"} if "tensor" in parallel else {})
-    return engine_of(layers(), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4), plan=plan)
+    model = layers()
+    for one in model.modules():
+        if isinstance(one, StackedExperts):
+            one.__class__ = Spoilt
+    return engine_of(model, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4), plan=plan)
 
 
 def given(context):
@@ -60,7 +79,9 @@ def plant_in_gradients(world, layout):
         places = [
             (name, index) for name, one in own.items() for index in range(len(local(one)) if one.ndim == 3 else 1)
         ]
-        first = context.coordinates["ep"] * NUM_EXPERTS // 2
+        # A rank of the expert axis has half of the experts, of which ranks that shard them have half each.
+        place = context.coordinates
+        first = (2 * place["ep"] + place.get("efsdp", 0)) * NUM_EXPERTS // 4
         for rank, name, index in [
             (rank, *place) for rank, of_rank in enumerate(everywhere(places)) for place in of_rank
         ]:
@@ -87,20 +108,6 @@ def plant_in_gradients(world, layout):
         assert engine.check_replicas() == []
 
 
-class Spoilt(StackedExperts):
-    """Stacked experts, of which one may spoil what it computes."""
-
-    spoils = None  # the expert's index on this rank, the value, whether in the backward
-
-    def forward(self, tokens, index, weights):
-        output = super().forward(tokens, index, weights)
-        if self.spoils is None:
-            return output
-        expert, value, backward = self.spoils
-        rows = (index == expert).any(1).nonzero().flatten()
-        return output.index_copy(0, rows, Planted.apply(output[rows], value, backward))
-
-
 def expected_counts():
     """The tokens of each expert in each layer on one process."""
     model, counts = layers().half(), {}
@@ -122,9 +129,6 @@ def plant_in_computation(world, layout):
     with started(parallel) as context:
         engine = engine_on(parallel)
         modules = dict(engine.module.named_modules())
-        for one in modules.values():
-            if isinstance(one, StackedExperts):
-                one.__class__ = Spoilt
         own_experts = context.coordinates["ep"] * NUM_EXPERTS // 2
         for number, (layer, expert, backward) in enumerate(
             (layer, expert, backward) for layer in (0, 1) for expert in range(NUM_EXPERTS) for backward in (False, True)
