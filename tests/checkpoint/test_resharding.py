@@ -8,12 +8,10 @@ import torch
 from families import cases, family
 from matrix import from_small_scale
 from pool import on_ranks, run_on_ranks, shared_folder
-from small_engines import assert_same_tensors, engine_of, own_part, train_step
+from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 
 import paramp
-from paramp.checkpoint.open_checkpoint import OpenCheckpoint
-from paramp.checkpoint.resharding import read_tensor
 from paramp.parallel.tensor.linear import PackedRowwise
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
@@ -88,21 +86,6 @@ def train(engine, count):
         assert train_step(engine, *batch(engine, step)).stepped
 
 
-def contents(path):
-    """Its tensors but random streams, and the values beside them that do not depend on the layout."""
-    with OpenCheckpoint(path) as checkpoint:
-        names = [name for name in checkpoint.header.tensors if not name.startswith(("random.", "data."))]
-        values = checkpoint.header.values
-        return {name: read_tensor(checkpoint, name) for name in names}, [values[key] for key in ("scaler", "counts")]
-
-
-def assert_same(path, other):
-    (tensors, values), (expected, expected_values) = contents(path), contents(other)
-    assert_same_tensors(tensors, expected)
-    assert [value.dtype for value in tensors.values()] == [expected[name].dtype for name in tensors]
-    assert values == expected_values
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """``saved(mode)``: a checkpoint of one process, and the losses with its weights and with their averages."""
@@ -140,7 +123,7 @@ def load_and_save(world, precision, path, expected, layout):
         engine.load(folder / "own")
         for before, after in zip(own, (engine.full_state_dict(), engine.ema.full_state_dict()), strict=True):
             assert_same_tensors(after, before)
-    assert_same(folder / "again", path)
+    assert_same_checkpoints(folder / "again", path)
     return str(folder / "own")
 
 
@@ -158,4 +141,4 @@ def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, precision, t
         engine = start(context, 3)
         engine.load(own)
         engine.save(tmp_path / "one")
-    assert_same(tmp_path / "one", own)
+    assert_same_checkpoints(tmp_path / "one", own)

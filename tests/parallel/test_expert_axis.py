@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks, shared_folder
-from small_engines import assert_same_tensors, engine_of, own_part
+from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
 from small_mixture import StackedExperts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,7 +101,7 @@ def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world):
     layouts = [
         *({"expert": 4}, {"data": {"shard": 4}, "expert": 2}, {"data": 4, "expert": 2, "zero": 1}),
         *({"data": {"replicate": 2, "shard": 2}, "expert": 2}, {"expert": 2, "tensor": 2}, {"data": {"shard": 4}}),
-        *({"data": {"shard": 4}, "expert": 4}, {"tensor": 4}),
+        *({"data": {"shard": 4}, "expert": 4}, {"tensor": 4}, {"data": 4}),
     ]
     saved = averages = None
     config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
@@ -119,6 +119,8 @@ def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world):
                 assert engine.step().stepped
             saved, averages = engine.full_state_dict(), engine.ema.full_state_dict()
             engine.save(f"{folder}/{index}")
+            if index:  # the optimizer's state and masters too
+                assert_same_checkpoints(f"{folder}/{index}", f"{folder}/{index - 1}")
 
 
 @on_ranks(4)

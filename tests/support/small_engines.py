@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -73,6 +75,21 @@ def value_at(path: Path, **options: Any) -> float:
 def assert_same_tensors(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+
+
+def assert_same_checkpoints(path: Path | str, other: Path | str) -> None:
+    """The same tensors but random streams, to the bit, and values beside them that do not depend on the layout."""
+    (tensors, values), (expected, expected_values) = _contents(path), _contents(other)
+    assert_same_tensors(tensors, expected)
+    assert [value.dtype for value in tensors.values()] == [expected[name].dtype for name in tensors]
+    assert values == expected_values
+
+
+def _contents(path: Path | str) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    with OpenCheckpoint(path) as checkpoint:
+        names = [name for name in checkpoint.header.tensors if not name.startswith(("random.", "data."))]
+        values = checkpoint.header.values
+        return {name: read_tensor(checkpoint, name) for name in names}, [values[key] for key in ("scaler", "counts")]
 
 
 def each_raises(error: Any, calls: Mapping[str, Callable[[], Any]]) -> None:
