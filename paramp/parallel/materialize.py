@@ -12,7 +12,7 @@ A rank never holds more than its shards and one submodule, and the values are th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -118,8 +118,11 @@ class InitialValues:
 
     fill: Callable[[nn.Module], None] = reset_parameters
     """Fills the tensors of one module itself, without its submodules."""
-    stored: Callable[[str], torch.Tensor | None] = lambda _: None
-    """The full value of the tensor of a name, which may be a view of a file; None: ``fill`` makes it."""
+    stored: Callable[[str, Sequence[int]], torch.Tensor | None] = lambda *_: None
+    """The full value of the tensor of a name, which may be a view of a file; None: ``fill`` makes it.
+
+    It needs the values at the given indices of dim 0 only; others may be anything.
+    """
 
 
 def materialize(
@@ -162,8 +165,8 @@ def materialize(
         for name, original in (whole or outline(module)).named_modules():
             if is_on_meta(original):
                 seed_cpu(derive_seed(seed, name))
-                stored = _stored_values(name, original, values.stored)
-                _fill(module.get_submodule(name), original, stored, values.fill, keep)
+                child = module.get_submodule(name)
+                _fill(child, original, _stored_values(name, original, child, values.stored), values.fill, keep)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -172,12 +175,13 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _stored_values(
-    prefix: str, original: nn.Module, stored: Callable[[str], torch.Tensor | None]
+    prefix: str, original: nn.Module, child: nn.Module, stored: Callable[[str, Sequence[int]], torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """The stored values of the tensors of the module ``original``, which is called ``prefix``."""
+    """The stored values of the tensors of the module ``original``, which is called ``prefix`` and sharded ``child``."""
     values: dict[str, torch.Tensor] = {}
+    shards = _tensors(child)
     for name, tensor in _tensors(original).items():
-        value = stored(f"{prefix}.{name}".lstrip("."))
+        value = stored(f"{prefix}.{name}".lstrip("."), _kept(shards.get(name, tensor), tensor))
         if value is not None and value.shape != tensor.shape:
             raise ConfigError(
                 f"model: {f'{prefix}.{name}'!r} is {tuple(value.shape)} in its file, expected {tuple(tensor.shape)}"
@@ -185,6 +189,16 @@ def _stored_values(
         if value is not None:
             values[name] = value
     return values
+
+
+def _kept(shard: torch.Tensor, tensor: torch.Tensor) -> Sequence[int]:
+    """The indices along dim 0 of which this rank keeps values of ``tensor``, which is sharded as ``shard``."""
+    indices = range(*tensor.shape[:1])
+    if not is_dtensor(shard) or shard.shape != tensor.shape or not indices:
+        return indices
+    at = own_part(torch.arange(len(indices)).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape), shard)
+    kept: list[int] = at.reshape(len(at), -1)[:, 0].tolist() if at.numel() else []
+    return kept
 
 
 def _fill(

@@ -295,7 +295,7 @@ class PeftAdapter(ModelAdapter):
     def initial_values(self) -> InitialValues:
         self._lora.check_filled(self.model)
         inside = self._inside.initial_values()
-        return InitialValues(inside.fill, lambda name: inside.stored(self._lora.original_name(name)))
+        return InitialValues(inside.fill, lambda name, kept: inside.stored(self._lora.original_name(name), kept))
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         return self._lora.write_adapters

@@ -28,8 +28,12 @@ def sgd(parameters):
 
 
 def reloaded(name, folder):
+    return reloaded_as(build(name), folder)
+
+
+def reloaded_as(model, folder):
     with quiet():
-        return type(build(name)).from_pretrained(folder)
+        return type(model).from_pretrained(folder)
 
 
 SAVED = [("Mixtral", "tp2"), ("T5", "pp2"), ("Qwen2", "zero"), ("T5", "fsdp2")]
@@ -79,12 +83,12 @@ def test_errors_of_saving_are_on_every_rank(world):
             engine.save_pretrained(folder)
 
 
-def on_meta(name, folder):
-    """What ``from_pretrained(folder, device_map="meta")`` returns, which needs the package accelerate."""
+def on_meta(model, folder):
+    """What ``from_pretrained(folder, device_map="meta")`` of the class of ``model`` returns, which needs accelerate."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    kind = type(build(name))
-    config = type(build(name).config).from_pretrained(folder)
+    kind = type(model)
+    config = type(model.config).from_pretrained(folder)
     config.name_or_path = str(folder)
     with torch.device("meta"):
         model = kind(config)
@@ -102,7 +106,7 @@ def test_a_model_on_meta_gets_its_files_values(world, name, layout):
     dist.barrier()
     assert len(list(Path(folder).glob("*.safetensors"))) > 1
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine, *_ = paramp.initialize(on_meta(name, folder), sgd)
+        engine, *_ = paramp.initialize(on_meta(source, folder), sgd)
         actual = engine.full_state_dict()
         for key, value in source.state_dict().items():
             assert torch.equal(actual[key], value), key
@@ -116,11 +120,11 @@ def test_a_model_on_meta_gets_its_files_values(world, name, layout):
 def test_a_tensor_that_is_in_no_file_is_initialised_and_a_missing_file_named(tmp_path):
     build("Llama").model.save_pretrained(tmp_path)  # without the head
     with paramp.launch_from_torch():
-        engine, *_ = paramp.initialize(on_meta("Llama", tmp_path), sgd)
+        engine, *_ = paramp.initialize(on_meta(build("Llama"), tmp_path), sgd)
         assert engine.module.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
         expected = build("Llama").model.layers[0].mlp.up_proj.weight
         assert torch.equal(engine.module.model.layers[0].mlp.up_proj.weight, expected)
-        model = on_meta("Llama", tmp_path)
+        model = on_meta(build("Llama"), tmp_path)
         (tmp_path / "model.safetensors").unlink()
         with pytest.raises(paramp.ConfigError, match=r"LlamaForCausalLM is on the meta device, and was loaded from '/"):
             paramp.initialize(model, sgd)

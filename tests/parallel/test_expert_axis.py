@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from pool import on_ranks, shared_folder
 from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
-from small_mixture import StackedExperts
+from small_mixture import WIDTH, StackedExperts, layers, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -155,6 +155,33 @@ def test_data_ranks_evaluate_as_many_batches(world):
         batches = [(tokens_for(0, 1, 2, 3), torch.zeros(4, 8))] * (2 + context.dp.rank)
         loss = float(engine.evaluate(batches))
         assert loss == pytest.approx(F.mse_loss(mixture()(batches[0][0]), batches[0][1]).item(), rel=1e-6)
+
+
+@on_ranks(4)
+def test_experts_or_routers_that_are_frozen_stay(world):
+    """The others are those of one process; also with ranks that shard experts."""
+    x, y = tokens(), torch.zeros(16, WIDTH)
+    for frozen in ("experts", "router"):
+        plain = layers()
+        freeze(plain, frozen)
+        optimizer = torch.optim.SGD([one for one in plain.parameters() if one.requires_grad], lr=0.1)
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+        for parallel in ({"data": 4, "expert": 2}, {"data": {"shard": 4}, "expert": 2}):
+            with paramp.launch_from_torch({"parallel": parallel}) as context:
+                model = layers()
+                freeze(model, frozen)
+                engine = engine_of(model, plan={"*.experts": "experts"})
+                engine.forward_backward(*own_part(context, x, y))
+                assert engine.step().stepped
+                for name, value in engine.full_state_dict().items():
+                    torch.testing.assert_close(value, plain.state_dict()[name], msg=f"{parallel} {name}")
+                    assert torch.equal(value, layers().state_dict()[name]) == (frozen in name)
+
+
+def freeze(model, part):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part not in name)
 
 
 @on_ranks(4)

@@ -1,9 +1,9 @@
-"""Tokens that all go to the experts of one rank, and experts that get none, against one process."""
+"""Tokens that all go to the experts of one rank, experts that get none, and scores that are equal."""
 
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
-from small_engines import engine_of, own_part
+from small_engines import engine_of, everywhere, own_part
 from small_mixture import NUM_EXPERTS, PLAN, WIDTH, layers, tokens
 
 import paramp
@@ -54,3 +54,25 @@ def test_gradients_are_those_of_one_process_if_all_tokens_go_to_one_rank(world):
                 found = engine.full_state_dict()
                 for name, value in plain.state_dict().items():
                     torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{layout} {name}")
+
+
+@on_ranks(4)
+def test_tensor_ranks_break_ties_alike_and_what_breaks_them_otherwise_is_found(world):
+    """Each data rank chooses for tokens of its own. Tensor ranks choose for the same, from the same bits."""
+    plan = PLAN | {"*.up": "colwise", "*.down": "rowwise"}
+    for apart in (False, True):
+        with paramp.launch_from_torch({"parallel": LAYOUTS["ep2·tp2"]}) as context:
+            model, chosen = layers(), []
+            for layer in model:
+                torch.nn.init.zeros_(layer.router.weight)  # all scores are equal
+                layer.experts.register_forward_pre_hook(lambda _, args, chosen=chosen: chosen.append(args[1].tolist()))
+            if apart and context.tp.rank == 1:
+                crowd(model, (2, 3))
+            engine = engine_of(model, optimizer=sgd, plan=plan)
+            engine.forward_backward(*own_part(context, tokens(), torch.zeros(16, WIDTH)))
+            of_rank = everywhere((context.dp.rank, chosen))
+            pairs = [[one for data, one in of_rank if data == rank] for rank in range(2)]
+            assert [one == two for one, two in pairs] == [not apart] * 2
+            assert engine.step().stepped
+            found = {one.parameter for one in engine.check_replicas()}
+            assert {"0.experts.weight", "1.experts.weight"} <= found if apart else not found

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Container, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def is_from_folder(model: nn.Module) -> bool:
 class PretrainedFiles:
     """The values of ``model``, which ``from_pretrained`` put on ``meta``, in its files. Called with a tensor's name.
 
-    A tensor that is stored as the model has it is a view of the mapped file: only what is used of it is read.
+    A tensor that is stored as the model has it is a view of the mapped file: only what is used of it is read. Of a
+    stack of experts that are stored one by one, those are read that the rank keeps.
 
     Raises:
         ConfigError: there are no safetensors files where ``model`` was loaded from.
@@ -73,14 +75,27 @@ class PretrainedFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._sources
 
-    def __call__(self, name: str) -> torch.Tensor | None:
-        """The tensor ``name`` of the model, on the CPU, in the file's dtype; None if there is none."""
+    def __call__(self, name: str, kept: Sequence[int]) -> torch.Tensor | None:
+        """The tensor ``name`` of the model, on the CPU, in the file's dtype; None if there is none.
+
+        Along dim 0, what is not at the indices ``kept`` may be zeros.
+        """
         if name not in self._sources:
             return None
         first, sources = self._sources[name]
         if all(pattern is None for _, pattern in sources):
             return self._read(sources[-1][0])
-        return self._converted(first, sources).get(name)
+        by_pattern: defaultdict[str, list[str]] = defaultdict(list)
+        for stored, pattern in sources:
+            assert pattern is not None
+            by_pattern[pattern].append(stored)
+        count = len(by_pattern[pattern])
+        if not self._is_stack(pattern) or not 0 < len(kept) < count:
+            return self._converted(first, by_pattern).get(name)
+        part = self._converted(first, {key: [names[at] for at in kept] for key, names in by_pattern.items()})[name]
+        whole = part.new_zeros(count, *part.shape[1:])  # memory that is not written to takes none
+        whole[list(kept)] = part
+        return whole
 
     def _find_sources(self) -> None:
         """Find out which tensors of the files each tensor of the model is made of."""
@@ -93,7 +108,7 @@ class PretrainedFiles:
         }
         expected = self._model.state_dict()
         prefix = self._model.base_model_prefix
-        for stored in self._file_of:
+        for stored in sorted(self._file_of, key=_numbered):  # in a stack, expert 2 comes before expert 10
             name, pattern = rename_source_key(stored, renamings, list(self._converters.values()), prefix, expected)
             if name not in expected and stored in expected:
                 name, pattern = rename_source_key(stored, [], [], prefix, expected)
@@ -103,13 +118,20 @@ class PretrainedFiles:
                 first, *others = self._converters[pattern].target_patterns
                 self._sources |= {name.replace(first, other): entry for other in others}
 
-    def _converted(self, first: str, sources: list[tuple[str, str | None]]) -> dict[str, torch.Tensor]:
-        """The tensors that transformers makes of ``sources``, by name."""
-        pattern = sources[0][1]
-        assert pattern is not None
-        converter = copy.deepcopy(self._converters[pattern])
-        for stored, pattern in sources:
-            converter.add_tensor(first, stored, pattern, self._read(stored))
+    def _is_stack(self, pattern: str) -> bool:
+        """Whether what is stored as ``pattern`` is put one behind the other along dim 0, and stays so."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        merge, *others = self._converters[pattern].operations
+        is_stack = isinstance(merge, MergeModulelist) and merge.dim == 0
+        return is_stack and all(isinstance(one, Concatenate) and one.dim > 0 for one in others)
+
+    def _converted(self, first: str, sources: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+        """The tensors that transformers makes of the stored ones of each pattern, by name."""
+        converter = copy.deepcopy(self._converters[next(iter(sources))])
+        for pattern, names in sources.items():
+            for stored in names:
+                converter.add_tensor(first, stored, pattern, self._read(stored))
         made = converter.convert(first, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -121,6 +143,11 @@ class PretrainedFiles:
             self._open[path] = safe_open(path, framework="pt")
         tensor: torch.Tensor = self._open[path].get_tensor(stored)
         return tensor
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names with their indices as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _files(model: Any) -> Mapping[str, Path]:
