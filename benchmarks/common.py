@@ -153,13 +153,18 @@ def _allocations(profile: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; written as ``1``, ``tp2`` or ``pp2·dp2·tp2`` (``x`` is accepted for ``·``)."""
+    """Sizes of the axes; written as ``1``, ``tp2`` or ``pp2·dp2·tp2`` (``x`` is accepted for ``·``).
+
+    The data ranks are ``dp`` x ``fsdp`` x ``ep``.
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     ep: int = 1
-    """Data ranks that share the experts; ``dp`` is the number of such groups of them."""
+    """Data ranks that share the experts."""
+    fsdp: int = 1
+    """With more than one, the ``fsdp`` x ``ep`` ranks shard the parameters."""
 
     @staticmethod
     def parse(text: str) -> Layout:
@@ -183,10 +188,10 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp * self.ep
+        return self.pp * self.dp * self.tp * self.ep * self.fsdp
 
     def __str__(self) -> str:
-        sizes = (("pp", self.pp), ("dp", self.dp), ("tp", self.tp), ("ep", self.ep))
+        sizes = (("pp", self.pp), ("dp", self.dp), ("tp", self.tp), ("fsdp", self.fsdp), ("ep", self.ep))
         return "·".join(f"{name}{size}" for name, size in sizes if size > 1) or "1"
 
 

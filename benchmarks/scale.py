@@ -5,12 +5,13 @@
 
 One process builds one rank of a world on torch's fake process group, whose collectives return at once without moving
 data. The model is a GPT on the meta device, sharded over ``tp`` and partitioned over ``pp``; ``dp`` is the rest of the
-world. With ``ep`` it is a MoEGPT, whose experts are shared by so many of the data ranks. ``tp``, ``pp`` and ``ep`` of a
-layout, and so a rank's part of the model, are the same in every world: costs that grow
-from row to row depend on the world size. Every world has its own process, which builds its rank twice: bytes are those
-of the first time, seconds those of the second, which imports nothing. The worlds take turns in each round; medians are
-reported. At the end the limits: a rank takes part in making at most 32 process groups beside the world's, 8 with
-``ep``, and the largest world costs at most 1.3 times the seconds and the memory of the smallest.
+world. With ``ep`` it is a MoEGPT, whose experts are shared by so many of the data ranks; with ``fsdp`` too, ``fsdp`` x
+``ep`` of them shard the parameters (HSDP). All but ``dp`` of a layout, and so a rank's part of the model, are the same
+in every world: costs that grow from row to row depend on the world size. Every world has its own process, which builds
+its rank twice: bytes are those of the first time, seconds those of the second, which imports nothing. The worlds take
+turns in each round; medians are reported. At the end the limits: a rank takes part in making at most 32 process groups
+beside the world's, 8 with ``ep``, 12 with ``ep`` and ``fsdp``, and the largest world costs at most 1.3 times the
+seconds and the memory of the smallest.
 
 Not measured: the rendezvous in the store before the process group exists, the network, and forward and backward: the
 stages of a pipeline exchange shapes in them, which the fake group does not deliver.
@@ -45,14 +46,17 @@ from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 from paramp.precision.modes import Precision
 
 STEPS = 20
-MAX_GROUPS, MAX_GROUPS_WITH_EXPERTS = 32, 8
+MAX_GROUPS, MAX_GROUPS_WITH_EXPERTS, MAX_GROUPS_WITH_SHARDED_EXPERTS = 32, 8, 12
 MAX_RATIO = 1.3
 """Of the largest world to the smallest, in seconds and in bytes."""
 MODEL = GPTConfig(num_layers=16, num_heads=8, width=128, max_seq_len=128, vocab_size=1024)
 """Small, so that Python takes most of a step's time, not the kernels."""
 MIXTURE = MoEGPTConfig(**vars(MODEL), num_experts=8, expert_width=64)
-AXES = "pp|dp|tp|ep"
-LAYOUTS = [Layout(pp=2, tp=2), Layout(pp=8, tp=8), Layout(pp=2, tp=2, ep=2)]
+AXES = "pp|dp|tp|ep|fsdp"
+LAYOUTS = [
+    *(Layout(pp=2, tp=2), Layout(pp=8, tp=8), Layout(pp=2, tp=2, ep=2)),
+    *(Layout(fsdp=2, ep=2), Layout(pp=2, tp=2, fsdp=2, ep=2)),
+]
 
 
 def resident_bytes() -> int:
@@ -89,7 +93,8 @@ def conclusion(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
         return float(totals[1] / totals[0])
 
     seconds, memory, groups = ratio("seconds"), ratio("bytes"), max(row["groups"] for row in rows)
-    most = MAX_GROUPS if layout.ep == 1 else MAX_GROUPS_WITH_EXPERTS
+    with_experts = MAX_GROUPS_WITH_EXPERTS if layout.fsdp == 1 else MAX_GROUPS_WITH_SHARDED_EXPERTS
+    most = MAX_GROUPS if layout.ep == 1 else with_experts
     met = groups <= most and seconds <= MAX_RATIO and memory <= MAX_RATIO
     return (
         f"{layout}, {large['world']} ranks against {small['world']}: launch and initialize take {seconds:.2f} times "
@@ -100,8 +105,9 @@ def conclusion(layout: Layout, rows: Sequence[dict[str, Any]]) -> str:
 
 def build(world_size: int, rank: int, layout: Layout, precision: str) -> dict[str, float]:
     """Build ``rank`` of the world in this process, and time its steps."""
+    data = {"shard": layout.fsdp * layout.ep} if layout.fsdp > 1 else "auto"
     config = {
-        "parallel": {"tensor": layout.tp, "pipeline": layout.pp, "expert": layout.ep},
+        "parallel": {"tensor": layout.tp, "pipeline": layout.pp, "data": data, "expert": layout.ep},
         "precision": precision,
         "clip_grad_norm": 1.0,
     }

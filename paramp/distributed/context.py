@@ -102,6 +102,8 @@ class ParallelContext:
         self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
         """Called when the context is closed, before its process groups are destroyed."""
+        self.replicated_axes: dict[Any, list[str]] = {}
+        """What :func:`~paramp.distributed.replicated_axes.replicated_axes` has found: its time grows with the world."""
         if mesh is None:
             parallel = config.parallel
             self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size, parallel.expert))

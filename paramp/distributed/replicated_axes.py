@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor, local
@@ -18,18 +19,28 @@ def replicated_axes(tensor: torch.Tensor, context: ParallelContext) -> list[str]
     Never those along which each rank has its own parameters.
     """
     own = axes_of_own_parameters(tensor, context)
-    axes = [(axis, name) for axis, name in enumerate(context.roles) if name not in own]
+    axes = tuple((axis, name) for axis, name in enumerate(context.roles) if name not in own)
     if not is_dtensor(tensor):
         return [name for _, name in axes]
-    ranks = tensor.device_mesh.mesh
+    replicated = tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate())
+    known, key = context.replicated_axes, (tensor.device_mesh, replicated, axes)
+    if key not in known:
+        known[key] = _replicated_axes(*key, context)
+    return [*known[key]]
+
+
+def _replicated_axes(
+    mesh: DeviceMesh, replicated: Sequence[int], axes: Sequence[tuple[int, str]], context: ParallelContext
+) -> list[str]:
+    """Those of ``axes``, of the context's mesh, along which a tensor is the same that is so along dims of ``mesh``."""
+    ranks = mesh.mesh
     shards = torch.arange(ranks.numel()).view_as(ranks)
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            shards = shards.narrow(dim, 0, 1).expand_as(ranks)
+    for dim in replicated:
+        shards = shards.narrow(dim, 0, 1).expand_as(ranks)
     ranks, shards = ranks.flatten(), shards.flatten()
     # A rank of the tensor's mesh is in this rank's group along an axis if they differ in no other coordinate.
-    mesh = context.mesh.mesh
-    places = torch.stack(torch.unravel_index(mesh.flatten().argsort()[ranks], mesh.shape))
+    world = context.mesh.mesh
+    places = torch.stack(torch.unravel_index(world.flatten().argsort()[ranks], world.shape))
     differs = places != torch.tensor(context.mesh.get_coordinate()).view(-1, 1)
     in_group = differs.sum(dim=0) == differs
     return [name for axis, name in axes if shards[in_group[axis]].unique().numel() < 2]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ...base.backward_state import in_backward
-from ...base.collectives import all_gather_single, gather_objects, reduce_scatter_single
+from ...base.collectives import all_gather_single, broadcast_, reduce_scatter_single
 from ...distributed.context import BATCH_ROLES, ParallelContext
 
 FORWARD, BACKWARD, REDUCTION = range(3)
@@ -57,8 +57,9 @@ class UnitOrder:
         self._ranks = _ranks_with(context, BATCH_ROLES)
         self._shards = set(_ranks_with(context, ("shard", "expert")))
         self._runs_alone = dist.get_backend() == "fake"  # only this rank runs
-        serial = gather_objects(next(_serials), context.batch_axis.group)[0]
-        key = f"paramp/units/{context.serial}/{serial}/{self._ranks[0]}"
+        serial = torch.tensor(next(_serials), device=context.device)
+        broadcast_(serial, context.batch_axis.group)
+        key = f"paramp/units/{context.serial}/{serial.item()}/{self._ranks[0]}"
         self._store = PrefixStore(key, dist.distributed_c10d._get_default_store())
         self._names: list[str] = []
         self._known: dict[int, int] = {}  # what follows each place: a collective, or FORK
