@@ -3,13 +3,14 @@
 import functools
 import warnings
 
+import mixtures
 import pytest
 import torch
 from beside_plain import train_both
 from families import family, rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches
-from small_engines import engine_of
+from small_engines import engine_of, own_part
 from small_mlp import Block
 from test_huggingface import build, loss_of
 from torch import nn
@@ -142,6 +143,41 @@ def test_adapters_are_saved_alone_as_peft_and_transformers_read_them(world, name
             else:
                 loaded = peft.PeftModel.from_pretrained(loaded, str(folder)).eval()
         torch.testing.assert_close(loaded(x).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def mixture_with_adapters(target):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+        import peft
+
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=[target])
+        model = peft.get_peft_model(mixtures.build("Mixtral", num_experts=4), config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@on_ranks(2)
+def test_adapters_beside_experts_over_ranks_are_those_of_one_process_and_of_experts_are_refused(world):
+    tokens, plain = mixtures.batch(8), mixture_with_adapters("mlp.gate.weight")
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    trained = {name: value for name, value in plain.named_parameters() if value.requires_grad}
+    expected = {name: value.detach() - value.grad for name, value in trained.items()}
+    assert any(".mlp.gate.lora_B" in name for name in expected)
+    for parallel in ({"expert": 2}, {"data": {"shard": 2}, "expert": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            sgd = functools.partial(torch.optim.SGD, lr=1.0)
+            engine = engine_of(mixture_with_adapters("mlp.gate.weight"), None, sgd)
+            (own,) = own_part(context, tokens)
+            engine.forward_backward({"input_ids": own, "labels": own})
+            assert engine.step().stepped
+            found = engine.full_state_dict()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
+            with pytest.raises(paramp.ConfigError, match=r"layers.0.mlp.experts' is a ParamWrapper .*lora_A"):
+                engine_of(mixture_with_adapters("mlp.experts.gate_up_proj"), None, sgd)
 
 
 def styles_of(model, plan):
