@@ -89,10 +89,11 @@ class PretrainedFiles:
         for stored, pattern in sources:
             assert pattern is not None
             by_pattern[pattern].append(stored)
-        count = len(by_pattern[pattern])
-        if not self._is_stack(pattern) or not 0 < len(kept) < count:
+        first_pattern, names = next(iter(by_pattern.items()))
+        count = len(names)
+        if not self._is_stack(first_pattern) or not 0 < len(kept) < count:
             return self._converted(first, by_pattern).get(name)
-        part = self._converted(first, {key: [names[at] for at in kept] for key, names in by_pattern.items()})[name]
+        part = self._converted(first, {key: [stored[at] for at in kept] for key, stored in by_pattern.items()})[name]
         whole = part.new_zeros(count, *part.shape[1:])  # memory that is not written to takes none
         whole[list(kept)] = part
         return whole
