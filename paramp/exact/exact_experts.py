@@ -56,28 +56,39 @@ class ExactExperts(ExpertParallel):
         def forward(
             module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
-            inputs = hidden_states, top_k_index, top_k_weights
-            return dispatched(partial(self._run, module, inputs), inputs, module.num_experts, group)
+            run = partial(self._run, module, top_k_index.dtype)
+            return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
 
         return replace_forward(module, self._forwards.of_layer(forward))
 
     def _run(
-        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], rows: torch.Tensor, counts: torch.Tensor
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        rows: torch.Tensor,
+        of_rows: torch.Tensor,
+        counts: torch.Tensor,
     ) -> torch.Tensor:
-        """The output for ``rows``, of which ``counts`` (microchunks, experts) says how many each call takes."""
+        """The output for ``rows`` with the weights ``of_rows``; ``counts`` (microchunks, experts): those of each call.
+
+        ``dtype``: of an index.
+        """
         numbers: list[list[int]] = counts.tolist()  # the host reads them
         outputs = []
-        parts = rows.split([sum(of_experts) for of_experts in numbers])
-        for source, (part, of_experts) in enumerate(zip(parts, numbers, strict=True)):
+        each_source = [sum(of_experts) for of_experts in numbers]
+        parts = zip(rows.split(each_source), of_rows.split(each_source), numbers, strict=True)
+        for source, (part, of_part, of_experts) in enumerate(parts):
             weights = self._weights(module, source)
             if not any(of_experts):
                 outputs.append(no_rows(part, weights.values()))
                 continue
             each = {name: value.unbind(0) for name, value in weights.items()}
-            for expert, of_one in enumerate(part.split(of_experts)):
+            calls = zip(part.split(of_experts), of_part.split(of_experts), strict=True)
+            for expert, (of_one, routed) in enumerate(calls):
                 if len(of_one):
                     alone = {name: values[expert] for name, values in each.items()}
-                    outputs.append(_of_one_expert(module, alone, of_one, inputs))
+                    index = torch.zeros_like(routed, dtype=dtype)
+                    outputs.append(_of_one_expert(module, alone, of_one, (index.view(-1, 1), routed.view(-1, 1))))
         return torch.cat(outputs)
 
     def _weights(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
@@ -91,11 +102,9 @@ class ExactExperts(ExpertParallel):
 
 
 def _of_one_expert(
-    module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+    module: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, choice: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """What the forward of ``module`` makes of ``rows`` if its only expert has ``weights``."""
-    _, index, of_tokens = inputs
-    choice = index.new_zeros(len(rows), 1), of_tokens.new_ones(len(rows), 1)
+    """What the forward of ``module`` makes of ``rows`` if its only expert has ``weights``; with the router's choice."""
     alone = {name: aligned(weight).unsqueeze(0) for name, weight in weights.items()}
     with _with_one_expert(module), with_parameters(module, alone):
         output = type(module).forward(module, rows.clone(), *choice)  # a copy begins at a multiple of 64 bytes

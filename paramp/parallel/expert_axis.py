@@ -4,12 +4,13 @@ A mixture of experts sends each token to the experts that its router chose. With
 weights of the experts, (experts, ...), are DTensors that are sharded over their dim 0, and a forward exchanges rows::
 
     tokens ─► a row for each (token, expert), sorted by expert ─► to the rank of the expert ─► the module's own forward
-           ◄─ summed over the experts of a token, weighted    ◄─ back                       ◄─ with this rank's experts
+           ◄─ summed over the experts of a token              ◄─ back                       ◄─ with this rank's experts
 
-Rows and their gradients travel by ``all_to_all_single`` with uneven splits. The numbers of rows are exchanged first and
-read by the host, once for each forward of a layer. Nothing is dropped: in the worst case a rank gets all rows of its
-group. Source: GShard (Lepikhin et al. 2020), without its capacity; transformers' ``ep_dispatch_experts`` for the
-interface.
+The weight of each row travels with it, so that the module's forward has the weights that the router gave, and nothing
+else multiplies by them. Rows, weights and their gradients travel by ``all_to_all_single`` with uneven splits. The
+numbers of rows are exchanged first and read by the host, once for each forward of a layer. Nothing is dropped: in the
+worst case a rank gets all rows of its group. Source: GShard (Lepikhin et al. 2020), without its capacity;
+transformers' ``ep_dispatch_experts`` for the interface.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from .stacked_experts import SEE_ROWS, num_experts
 from .tensor.differentiable_collectives import local_shard
 from .tensor.linear import distribute
 
-Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Experts of this rank: of rows (rows, features), and their numbers (ranks, experts), int64. The rows are ordered by
-the rank that sent them, and then by expert. Even if there are none, the output depends on the experts' weights."""
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Experts of this rank: of rows (rows, features), the router's weight of each (rows,), and their numbers (ranks,
+experts), int64. The rows are ordered by the rank that sent them, and then by expert. Even if there are none, the output
+depends on the experts' parameters."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -65,14 +67,14 @@ class ExpertParallel(ParallelStyle):
         ) -> torch.Tensor:
             shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
 
-            def run(rows: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+            def run(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
                 if not len(rows):
                     return no_rows(rows, shards.values())
                 size, num_local = received.shape
                 experts = torch.arange(num_local, device=rows.device).repeat(size).repeat_interleave(received.flatten())
-                index, weights = experts.view(-1, 1).to(top_k_index.dtype), top_k_weights.new_ones(len(rows), 1)
+                choice = experts.view(-1, 1).to(top_k_index.dtype), weights.view(-1, 1)
                 with with_parameters(module, shards):
-                    output: torch.Tensor = type(module).forward(module, rows, index, weights)
+                    output: torch.Tensor = type(module).forward(module, rows, *choice)
                 return output
 
             return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
@@ -139,17 +141,20 @@ def dispatched(
     sent, taken = torch.stack([counts.sum(1), received.sum(1)]).tolist()  # the host reads them
     order = order[: sum(sent)]  # what has no expert comes last
     token = order.div(index.shape[1], rounding_mode="floor")
-    rows = _exchange(tokens[token], taken, sent, group)
-    rows = _exchange(run(rows, received), sent, taken, group)
+    rows, of_rows = _exchange((tokens[token], weights.reshape(-1)[order]), taken, sent, group)
+    (rows,) = _exchange((run(rows, of_rows, received),), sent, taken, group)
     if (see := SEE_ROWS.get()) is not None:
         see(rows.detach(), chosen[order])
-    weighted = rows * weights.reshape(-1)[order].unsqueeze(1)
-    return torch.zeros_like(tokens).index_add_(0, token, weighted.to(tokens.dtype))
+    return torch.zeros_like(tokens).index_add_(0, token, rows.to(tokens.dtype))
 
 
-def _exchange(rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """``sent[i]`` rows to each rank i, and ``taken[i]`` from it, in the order of the ranks."""
-    return rows if group is None else cast(torch.Tensor, ExchangeRows.apply(rows, taken, sent, group))
+def _exchange(
+    tensors: tuple[torch.Tensor, ...], taken: list[int], sent: list[int], group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, ...]:
+    """Of each of ``tensors`` (rows, ...) ``sent[i]`` rows to each rank i, and ``taken[i]`` from it, in its order."""
+    if group is None:
+        return tensors
+    return cast("tuple[torch.Tensor, ...]", ExchangeRows.apply(taken, sent, group, *tensors))
 
 
 def no_rows(rows: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -161,21 +166,29 @@ def no_rows(rows: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Rows to and from each rank of a group."""
+    """Rows to and from each rank of a group, of several tensors at once."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+        ctx: Any, taken: list[int], sent: list[int], group: dist.ProcessGroup, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.back = sent, taken, group
-        result = rows.new_empty(sum(taken), *rows.shape[1:])
-        # gloo reads memory as if it were contiguous
-        dist.all_to_all_single(result, rows.contiguous(), taken, sent, group=group)
-        return result
+        results = tuple(tensor.new_empty(sum(taken), *tensor.shape[1:]) for tensor in tensors)
+        work = [
+            # gloo reads memory as if it were contiguous
+            dist.all_to_all_single(result, tensor.contiguous(), taken, sent, group=group, async_op=True)
+            for result, tensor in zip(results, tensors, strict=True)
+        ]
+        for one in work:
+            one.wait()
+        return results
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _exchange(gradient, *ctx.back), None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[3:]  # the same on every rank
+        given = tuple(gradient for gradient, needs in zip(gradients, needed, strict=True) if needs)
+        back = iter(_exchange(given, *ctx.back))
+        return None, None, None, *(next(back) if needs else None for needs in needed)
 
 
 class _NoRows(torch.autograd.Function):

@@ -65,6 +65,43 @@ def test_ranks_without_tokens_take_part_and_have_gradients_of_zero(world):
                     engine.zero_grad()
 
 
+class ScaledInputs(StackedExperts):
+    """Experts whose inputs are scaled by the weights, which then pass a function that is not linear."""
+
+    def forward(self, tokens, index, weights):
+        output = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(index == expert)
+            rows = torch.tanh((tokens[token] * weights[token, choice, None]) @ self.weight[expert])
+            output = output.index_add(0, token, rows)
+        return output
+
+
+def with_scaled_inputs(frozen):
+    model = mixture()
+    model.experts.__class__ = ScaledInputs
+    if frozen is not None:
+        model.get_parameter(frozen).requires_grad_(False)
+    return model
+
+
+@on_ranks(4)
+def test_experts_get_the_weights_of_their_tokens(world):
+    """Whatever they do with them; also if the experts or the router are frozen."""
+    x = tokens_for(0, 1, 1, 3, 3, 3, 2, 4)
+    for frozen in (None, "experts.weight", "scale"):
+        plain = with_scaled_inputs(None).double()
+        F.mse_loss(plain(x.double()), torch.zeros(8, 8, dtype=torch.float64)).backward()
+        with paramp.launch_from_torch({"parallel": {"expert": 4}}) as context:
+            engine = engine_of(with_scaled_inputs(frozen), plan=PLAN)
+            before = engine.full_state_dict()
+            engine.forward_backward(*own_part(context, x, torch.zeros(8, 8)))
+            engine.step()
+            for name, value in engine.full_state_dict().items():
+                gradient = torch.zeros_like(value) if name == frozen else plain.get_parameter(name).grad.float()
+                torch.testing.assert_close((before[name] - value) / 0.1, gradient, rtol=1e-4, atol=2e-6, msg=name)
+
+
 @on_ranks(4)
 def test_an_overflow_in_an_expert_skips_the_step_of_all(world):
     for parallel in ({"data": 4}, {"data": {"shard": 4}}, {"data": {"replicate": 2, "shard": 2}}):
