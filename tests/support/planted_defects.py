@@ -38,7 +38,7 @@ def of_rank_1(axis: str, before: Callable[..., None]) -> Wrap:
 
 
 def set_to_zero(gradients, context):
-    torch._foreach_zero_([*gradients])
+    torch._foreach_zero_([gradient for _, gradient in gradients])
 
 
 def summed_gradients_of(change):
@@ -46,7 +46,7 @@ def summed_gradients_of(change):
         def wrong(gradients, context):
             gradients = [*gradients]
             function(gradients, context)
-            change(gradients)
+            change([gradient for _, gradient in gradients])
 
         return wrong
 
