@@ -171,6 +171,7 @@ class OptimizerStep:
         self.averages: WeightAverages | None = None
         self._context = context
         self._device = context.device
+        self._differ = context.batch_axis.size * context.stage_axis.size > 1
         self._rates: list[object] = []  # of learning, in the last step
         self._moves = self._warned = False
         self._unchanged = torch.zeros(1, dtype=torch.float64, device=self._device)
@@ -233,7 +234,8 @@ class OptimizerStep:
         if is_shared:
             all_reduce_(control)
         absent = self._gradients.absent()
-        if absent and is_shared:  # the host waits for the numbers only if they matter
+        # The host waits for the numbers only if they matter: tensor ranks alone differ only in what is frozen.
+        if is_shared and any(self._differ or not param.parameter.requires_grad for param in absent):
             absent = absent_everywhere(absent, control[NUM_SUMS:-1], self._first_names, self._context)
         max_norm = self._context.config.clip_grad_norm
         decision = decide(control[:NUM_SUMS], scale, self._losses.size, self._window.mean_factor, max_norm)

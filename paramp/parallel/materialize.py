@@ -193,7 +193,7 @@ def _stored_values(
 
 def _kept(shard: torch.Tensor, tensor: torch.Tensor) -> Sequence[int]:
     """The indices along dim 0 of which this rank keeps values of ``tensor``, which is sharded as ``shard``."""
-    indices = range(*tensor.shape[:1])
+    indices = range(len(tensor) if tensor.ndim else 0)
     if not is_dtensor(shard) or shard.shape != tensor.shape or not indices:
         return indices
     at = own_part(torch.arange(len(indices)).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape), shard)

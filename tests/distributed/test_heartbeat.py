@@ -60,6 +60,7 @@ def test_a_stopped_rank_is_named_with_its_phase_by_every_other(output, case):
     for rank in {0, 1, 2} - {victim}:
         text, code = (found[rank] for found in output[case])
         assert (code, text.count("paramp: ")) == (1, 1), text
+        text = text[text.index("paramp: ") :]  # torch may warn before that a store does not answer
         assert text.startswith(f"paramp: {name} has been silent for "), text
         assert f"; it was last seen {place}; ending rank {rank} ({axis} " in text
         assert victim == 0 or text.count("\n") == 1, text
