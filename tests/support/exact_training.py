@@ -25,6 +25,8 @@ from paramp.precision.modes import Precision
 
 NAMES = ["1", "tp2", "tp4", "tp2 + sp", "pp2", "pp2 interleaved", "pp2 zero-bubble", "pp4", "dp2", "dp4", "dp2 + zero1"]
 NAMES += ["dp2·tp2", "pp2·tp2", "pp2·dp2·tp2", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2", "fsdp2·tp2 + sp", "pp2·fsdp2"]
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in [*NAMES, "pp2·fsdp2 interleaved"]}
+"""Those of any model."""
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert": 2}),
     "ep4": (4, {"expert": 4}),
@@ -38,7 +40,7 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
     "hsdp·ep2": (4, {"data": {"replicate": 2, "shard": 2}, "expert": 2}),
 }
-LAYOUTS = {name: ALL_LAYOUTS[name] for name in [*NAMES, "pp2·fsdp2 interleaved"]} | EXPERT_LAYOUTS
+"""Those of models with experts."""
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 
@@ -66,7 +68,7 @@ def with_high_scale(mode: str, task: str) -> Precision:
 def train(world: World, task: str, mode: str, layout: str, part: Part, options: Mapping[str, Any]) -> Trace | None:
     """A body: the trace of ``part`` on rank 0; ``options`` are further keys of the configuration."""
     config = {
-        "parallel": LAYOUTS[layout][1],
+        "parallel": (LAYOUTS | EXPERT_LAYOUTS)[layout][1],
         "precision": with_high_scale(mode, task),
         "reproducible": {"chunk": 1, "slices": 4},
         "clip_grad_norm": 1.0,
@@ -143,7 +145,7 @@ def trained(
 ) -> Trace:
     """The trace of ``part`` on the ranks of ``layout``."""
     given = {"task": task, "mode": mode, "layout": layout, "part": part, "options": options}
-    return run_on_ranks(LAYOUTS[layout][0], __name__, "train", given, device, timeout)[0]
+    return run_on_ranks((LAYOUTS | EXPERT_LAYOUTS)[layout][0], __name__, "train", given, device, timeout)[0]
 
 
 @functools.cache

@@ -169,7 +169,12 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
     ),
     "outputs of sharded layers are not summed": ("LSTM", TP, f"{LINEAR}._summed_linear", lambda _: alone),
     "the norm counts replicas": ("encoder-decoder", TP, f"{FLAT}.flat_gradients.FlatGradients.for_norm", counts_all),
-    "ZeRO does not gather weights": ("group norms", {**DP, "zero": 1}, f"{FLAT}.flat_weights.OptimizerWeights.gather_weights", nothing),
+    "ZeRO does not gather weights": (
+        "group norms",
+        {**DP, "zero": 1},
+        f"{FLAT}.flat_weights.OptimizerWeights.gather_weights",
+        nothing,
+    ),
     "a rank makes half a step": ("ViT", DP, "paramp.engine.step.decide", half_steps),
     "a stage sends back half the gradient": (
         "encoder-decoder",
