@@ -35,6 +35,11 @@ MOST_OTHERS = 16
 """The most keys of a loop's own that are drawn."""
 OWN_PANELS = NUMBERS - {"lr", "mfu", "val_seconds"}
 """Keys that have a panel of their own."""
+STEPS = (
+    "const unit = Math.max(...ticks) >= 1e4 && ticks.every(one => one % 1000 === 0) ? 1000 : 1;"
+    " return (tick / unit).toLocaleString('en') + (unit > 1 && tick ? 'k' : '')"
+)
+"""The label of a step, in JavaScript: on a phone six labels such as ``100,000`` run into each other."""
 NO_REPORT = "no report"
 LONGEST_NAME = 25
 """Characters of a parameter's name in the figure, which fit on a phone; longer ones lose their beginning."""
@@ -71,12 +76,12 @@ class StepAxis:
 
     def figure(self, height: int, y_label: str, **options: Any) -> Any:
         """An empty figure with this axis, and a dashed line where the run was resumed."""
-        from bokeh.models import NumeralTickFormatter, Range1d
+        from bokeh.models import CustomJSTickFormatter, Range1d
         from bokeh.models.annotations import Span
 
         x_range = Range1d(start=self.begin, end=self.end, bounds=(self.begin, self.end), name="steps")
         plot = new_figure(height, x_range, x_axis_label="step", y_axis_label=y_label, **options)
-        plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+        plot.xaxis.formatter = CustomJSTickFormatter(code=STEPS)
         plot.xaxis.ticker.min_interval = 1
         plot.xaxis.ticker.desired_num_ticks = 5
         for place in self.resumed:
