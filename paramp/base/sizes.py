@@ -31,6 +31,11 @@ APART = 2**18
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 
+ATTENTION_TILE = {"cpu": 2**9, "cuda": 2**11}
+"""Queries, and as many keys, of which attention over the context axis has a mask, or plain scores, at once.
+
+A tile of one head takes 1 MiB of fp32 on a CPU, which fits the cache; on a GPU 16 MiB, for few launches."""
+
 SUM_PIECE = 2**19
 """Elements that are summed in a tree at a time: the slices that are sent, and those received, exist besides."""
 

@@ -103,13 +103,18 @@ INVENTORY = (
     Private(
         "torch.ops.aten",
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
-        "kernels that are replaced: fp16 attention computed in fp32 on CPUs",
+        "attention over the context axis, and kernels that are replaced: fp16 attention computed in fp32 on CPUs",
     ),
     Private(
         "torch.ops.aten",
         "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
         "_scaled_dot_product_cudnn_attention _flash_attention_forward",
         "what selective activation checkpointing keeps",
+    ),
+    Private(
+        "torch.ops.aten",
+        "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward",
+        "attention over the context axis",
     ),
     Private(
         "torch._C",
