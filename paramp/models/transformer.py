@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from ..distributed.rng import sharded_random
+from ..distributed.tensor_random import sharded_random
 from .presets import check_counts
 
 

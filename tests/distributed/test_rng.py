@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.distributed.rng import sharded_random
+from paramp.distributed.tensor_random import sharded_random
 from paramp.models import GPT
 from paramp.parallel.materialize import materialize
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paramp.base.errors import ConfigError
-from paramp.distributed.rng import replicated_random, sharded_random
+from paramp.distributed.tensor_random import replicated_random, sharded_random
 
 
 def dropped(x, rank=0, size=1, function=F.dropout, context=nullcontext, name=0, **options):

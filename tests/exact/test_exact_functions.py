@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paramp.base.errors import ConfigError
-from paramp.distributed.rng import sharded_random
+from paramp.distributed.tensor_random import sharded_random
 from paramp.exact.exact_functions import ExactFunctions
 from paramp.exact.exact_layout import ExactLayout, Position
 from paramp.exact.masks import Masks

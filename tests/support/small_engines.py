@@ -31,7 +31,7 @@ def gpt_engine(**changes: Any) -> paramp.Engine:
 
 def own_part(context: paramp.ParallelContext, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """This data rank's part of the tensors of a batch."""
-    return [rank_slice(tensor, context.batch_axis.rank, context.batch_axis.size) for tensor in tensors]
+    return [rank_slice(tensor, context.dp.rank, context.dp.size) for tensor in tensors]
 
 
 def train_step(engine: Any, x: torch.Tensor, y: torch.Tensor | None = None):

@@ -19,7 +19,7 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, run_within, with_parameters
 from ...base.torch_internals import take
-from ...distributed.rng import replicated_random, sharded_random
+from ...distributed.tensor_random import replicated_random, sharded_random
 from ..expert_axis import ExpertParallel
 from .differentiable_collectives import enter, gather, local_shard, own_slice, sum_over_ranks
 from .linear import (

@@ -1,0 +1,91 @@
+"""Random numbers that are independent or equal over the tensor axis.
+
+Along it an activation is either replicated, and its dropout mask must be equal on all ranks, or sharded, and the ranks'
+masks must be independent: :func:`sharded_random` wraps the modules that work on shards (Shoeybi et al. 2019, section
+3).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..base.torch_internals import expect
+from .rng import derive_seed, forked
+
+expect("torch._C.DisableTorchFunction")
+
+TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
+"""Rank and size of the tensor axis, and the device, of each open context; the last one is in use."""
+
+
+@contextmanager
+def sharded_random() -> Iterator[None]:
+    """A context in which random numbers differ over the tensor axis, for dropout on a sharded activation.
+
+    The stream's seed is drawn from the current stream, so that activation checkpointing, which restores the current
+    stream, draws the same mask again. Without a tensor axis nothing changes.
+    """
+    rank, size, device = TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu"))
+    if size == 1:
+        with _within(True):
+            yield
+        return
+    with torch._C.DisableTorchFunction():  # not a draw of the model
+        common = int(torch.randint(2**62, ()))
+    with forked(device):
+        torch.manual_seed(derive_seed(common, rank))
+        COMMON.append(itertools.count(common))
+        try:
+            with _within(True):
+                yield
+        finally:
+            COMMON.pop()
+
+
+COMMON: list[Iterator[int]] = []
+"""For each active :func:`sharded_random`, seeds that are equal over the tensor axis."""
+
+
+@contextmanager
+def replicated_random() -> Iterator[None]:
+    """A context within :func:`sharded_random` in which random numbers are equal over the tensor axis again.
+
+    For dropout on a replicated activation. Outside of :func:`sharded_random` nothing changes.
+    """
+    if not COMMON:
+        with _within(False):
+            yield
+        return
+    with forked(TENSOR_PLACES[-1][2]), _within(False):
+        torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
+        yield
+
+
+SHARDED: list[bool] = []
+"""For each open :func:`sharded_random` True, for each :func:`replicated_random` False, with one tensor rank too."""
+
+
+def in_sharded_random() -> bool:
+    """Whether the innermost of :func:`sharded_random` and :func:`replicated_random` is the first."""
+    return bool(SHARDED) and SHARDED[-1]
+
+
+def in_replicated_random() -> bool:
+    """Whether it is the second."""
+    return bool(SHARDED) and not SHARDED[-1]
+
+
+@contextmanager
+def _within(sharded: bool) -> Iterator[None]:
+    if torch.compiler.is_compiling():  # nobody asks there, and the graph would break
+        yield
+        return
+    SHARDED.append(sharded)
+    try:
+        yield
+    finally:
+        SHARDED.pop()
