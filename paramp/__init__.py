@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         start_heartbeat,
     )
     from .distributed.notebook import notebook
+    from .distributed.token_positions import token_positions
     from .engine.checkpoint_manager import Checkpoints
     from .engine.engine import Engine
     from .engine.initialize import initialize
@@ -81,6 +82,7 @@ __all__ = [
     "notebook",
     "record_batch",
     "start_heartbeat",
+    "token_positions",
     "trace_overflow",
     "whole",
 ]
@@ -93,6 +95,7 @@ _HOMES = {
         "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
     ),
     "distributed.notebook": "notebook",
+    "distributed.token_positions": "token_positions",
     "engine.checkpoint_manager": "Checkpoints",
     "engine.engine": "Engine",
     "engine.initialize": "initialize",

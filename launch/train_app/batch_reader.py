@@ -23,7 +23,7 @@ from .settings import TrainConfig
 
 def check_sizes(context: ParallelContext, job: TrainConfig) -> None:
     """Raise a ConfigError if the batch or the sequence does not divide over the ranks."""
-    config, data, accumulation = context.config, context.batch_axis.size, context.config.gradient_accumulation
+    config, data, accumulation = context.config, context.dp.size, context.config.gradient_accumulation
     what, count = numerics_of(config).batch_divisor(config)
     multiple = data * accumulation * count
     factors = f"data {data} x accumulation {accumulation} x {what} {count}"
@@ -39,7 +39,7 @@ def keep_global_batch(context: ParallelContext, job: TrainConfig, header: Header
 
     Returns a message about the change; None if there is none.
     """
-    config, ranks = context.config, context.batch_axis.size
+    config, ranks = context.config, context.dp.size
     before, position = header.values.get("layout", {}).get("dp"), header.values.get("tracked", {}).get("position")
     if position is None or position["accumulation"] != config.gradient_accumulation:
         return None
@@ -140,7 +140,7 @@ class Batches:
 
     def fetch(self, step: int) -> None:
         """Read the batch of ``step``: for each accumulation step this rank's slice of the global batch."""
-        start, config, axis, job = time.perf_counter(), self._context.config, self._context.batch_axis, self._job
+        start, config, axis, job = time.perf_counter(), self._context.config, self._context.dp, self._job
         size = job.batch_size // config.gradient_accumulation // axis.size
         try:
             with self._context.phase("data"):
@@ -157,7 +157,7 @@ def held_out_loss(engine: Engine, job: TrainConfig, corpus: Corpus) -> float:
 
     Raises a DataError on every rank if the data cannot be read any more.
     """
-    axis = engine.context.batch_axis
+    axis = engine.context.dp
     batch = job.batch_size // engine.context.config.gradient_accumulation
     rounds, size = math.ceil(job.eval_sequences / batch), batch // axis.size
     windows, failure = [], None

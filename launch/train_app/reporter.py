@@ -180,7 +180,7 @@ def facts_of(context: ParallelContext, corpus: Corpus, num_parameters: int) -> d
     """What a run is made of beside its settings, with plain values."""
     return {
         "world_size": context.world_size,
-        "data_size": context.batch_axis.size,
+        "data_size": context.dp.size,
         "device": str(context.device),
         "torch": torch.__version__,
         "data_sha256": corpus.sha256,

@@ -54,7 +54,6 @@ META = 'build the model under with torch.device("meta"), so that each rank makes
 BUCKETS = f"{OUT}: gradients are reduced from flat buffers, which have no buckets"
 SAVING = "save with paramp.Checkpoints(folder, every=100)"
 LAUNCHER = "the launcher decides it, such as torchrun --nnodes 2 --nproc-per-node 4"
-NO_CONTEXT = "there is no context parallelism; sequence_parallel shards the sequence over tensor ranks in norms"
 FP16, BF16, FP8, FP32 = _mode("16-mixed"), _mode("bf16-mixed"), _mode("fp8-mixed"), _mode("32-true")
 SHARD_4 = _parallel(data={"shard": 4})
 SHARD = _parallel(data={"shard": Given(4)})
@@ -64,6 +63,7 @@ REPLICATE = _parallel(data={"replicate": Given(2), "shard": 2})
 _KEPT = _parallel(data={"shard": 4, "reshard_after_forward": False})
 RESHARD = ByValue({False: _KEPT, "never": _KEPT, ...: SHARD_4})
 ZERO_1 = _parallel(zero=1)
+CONTEXT = ByValue({1: OFF, ...: _parallel(context=Given(2))})
 EXPERTS = ByValue({1: OFF, ...: _parallel(expert=Given(2))})
 TENSOR, PIPELINE = _parallel(tensor=Given(2)), _parallel(pipeline=Given(2))
 REPLICAS = _parallel(data=Given(2)), "or leave it out: the ranks that are left replicate the model"
@@ -190,7 +190,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "zero1": ZERO_1,
         "zero2": SHARDED,
         "zero3": SHARDED,
-        "cp": NO_CONTEXT,
+        "cp": CONTEXT,
         "ep": EXPERTS,
         "bf16": BF16,
         "fp8": FP8,
@@ -260,7 +260,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "tp_degree": TENSOR,
         "pp_degree": PIPELINE,
         "tp_size": TENSOR,
-        "cp_size": NO_CONTEXT,
+        "cp_size": CONTEXT,
         "dp_shard_size": SHARD,
         "dp_replicate_size": REPLICATE,
         "dynamo_backend": {"compile": {"backend": Given("inductor")}},
@@ -299,7 +299,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "virtual_pipeline_model_parallel_size": INTERLEAVED,
         "num_layers_per_virtual_pipeline_stage": INTERLEAVED,
         "num_virtual_stages_per_pipeline_rank": INTERLEAVED,
-        "context_parallel_size": NO_CONTEXT,
+        "context_parallel_size": CONTEXT,
         "expert_model_parallel_size": EXPERTS,
         "use_distributed_optimizer": ZERO_1,
         "use_torch_fsdp2": SHARD_4,
@@ -336,7 +336,7 @@ ANYWHERE: dict[str, dict[str, Any]] = {
         "pipeline_parallel_split_points": SPLIT,
         "data_parallel_shard_degree": ByValue({1: OFF, -1: SHARD_4, ...: SHARD}),
         "data_parallel_replicate_degree": ByValue({1: OFF, ...: REPLICATE}),
-        "context_parallel_degree": NO_CONTEXT,
+        "context_parallel_degree": CONTEXT,
         "expert_parallel_degree": EXPERTS,
         "fsdp_reshard_after_forward": RESHARD,
         "mixed_precision_param": ANY_DTYPE,

@@ -111,7 +111,7 @@ class DataConfig:
     """The data axis: ranks with different samples, over which parameters are sharded (FSDP2) or replicated."""
 
     replicate: int | Literal["auto"] = "auto"
-    """Replicas of the sharded model (HSDP). ``auto``: the world divided by tensor x pipeline x shard."""
+    """Replicas of the sharded model (HSDP). ``auto``: the world divided by tensor x pipeline x context x shard."""
     shard: int = 1
     """The number of ranks that shard parameters, gradients, masters and optimizer state
     (``torch.distributed.fsdp.fully_shard``). They are gathered block by block where they are computed with."""
@@ -129,6 +129,19 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """The context axis: its ranks have parts of each sequence (:mod:`paramp.parallel.context_axis`)."""
+
+    size: int = 1
+    """The number of ranks that share each sequence."""
+    method: Literal["auto", "ring", "all-gather", "ulysses"] = "auto"
+    """How attention exchanges keys and values. ``auto``: by the shapes of each call."""
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, "size", self.size, "an integer of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The layout: the sizes of the axes and how they are used."""
 
@@ -137,7 +150,8 @@ class ParallelConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """The pipeline axis. A number is its size."""
     data: int | Literal["auto"] | DataConfig = "auto"
-    """Replicas of the model. ``auto``: the world divided by tensor x pipeline. A table: parameters are sharded."""
+    """Replicas of the model. ``auto``: the world divided by tensor x pipeline x context. A table: parameters are
+    sharded."""
     zero: int = 0
     """ZeRO stage: 0 replicates masters and optimizer state over the data axis, 1 shards them."""
     sequence_parallel: bool = False
@@ -146,6 +160,8 @@ class ParallelConfig:
     """The number of data ranks that share the experts of each mixture of experts. It adds no ranks: the others of their
     parameters are replicated over them, as over all data ranks. With ``data.shard`` they are among the ranks that shard
     all parameters, of which ``data.shard / expert`` share each part of the experts."""
+    context: ContextConfig = field(default_factory=ContextConfig)
+    """The context axis. A number is its size. With ``data.shard`` parameters are sharded over its ranks too."""
 
     def __post_init__(self) -> None:
         positive = not isinstance(self.data, int) or self.data >= 1
@@ -155,6 +171,11 @@ class ParallelConfig:
         divisor = f"a divisor of {self.shard}, because data.shard is {self.shard}, and its ranks share the experts"
         require(self.shard == 1 or self.shard % self.expert == 0, "expert", self.expert, divisor)
         if self.shard > 1:
+            apart = (
+                f"1, because parallel.context.size is {self.context.size}, and FSDP2 sums gradients of experts over "
+            )
+            apart += "data ranks only"
+            require(self.expert == 1 or self.context.size == 1, "expert", self.expert, apart)
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
             require(self.zero == 0, "zero", self.zero, done)
             name, row = self.pipeline.schedule, self.pipeline.row
@@ -177,13 +198,14 @@ class ParallelConfig:
 
     @property
     def data_ranks_wait(self) -> bool:
-        """Whether data ranks wait for each other in forwards: for parameters, or for tokens that go to experts."""
-        return self.shard > 1 or self.expert > 1
+        """Whether data ranks wait for each other in forwards: for parameters, for tokens of experts, for keys."""
+        return self.shard > 1 or self.expert > 1 or self.context.size > 1
 
     def data_size(self, world_size: int) -> int:
         """The data ranks in a world of ``world_size`` ranks; a ConfigError if the sizes do not fit it."""
-        model = self.tensor.size * self.pipeline.size * self.shard
+        model = self.tensor.size * self.pipeline.size * self.context.size * self.shard
         sizes = f"tensor {self.tensor.size} x pipeline {self.pipeline.size}"
+        sizes += f" x context {self.context.size}" if self.context.size > 1 else ""
         sizes += f" x shard {self.shard}" if self.shard > 1 else ""
         replicate = self.data_axes.replicate
         key = "data" if self.shard == 1 else "data.replicate"
@@ -209,4 +231,4 @@ class ParallelConfig:
         """The smallest world that the layout fits."""
         replicate = self.data_axes.replicate
         replicate = self.expert if replicate == "auto" else replicate
-        return self.tensor.size * self.pipeline.size * self.shard * replicate
+        return self.tensor.size * self.pipeline.size * self.context.size * self.shard * replicate

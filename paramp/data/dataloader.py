@@ -165,7 +165,7 @@ def _check_sharding_is_possible(loader: DataLoader[Any], rank: int, size: int) -
             raise ConfigError(
                 f"its {type(sampler).__name__} gives samples to rank {sampler.rank} of {sampler.num_replicas}, but "
                 f"this is data rank {rank} of {size}; remove the sampler and pass shuffle, or give it "
-                "num_replicas=context.batch_axis.size, rank=context.batch_axis.rank"
+                "num_replicas=context.dp.size, rank=context.dp.rank"
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         raise ConfigError(
@@ -218,7 +218,7 @@ def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **load
         ConfigError: on every rank, if any rank's loader cannot be sharded, or the ranks' loaders differ.
     """
     sharded, problems, facts = [], [], []
-    axis = context.batch_axis
+    axis = context.dp
     for name, loader in loaders.items():
         try:
             seed = derive_seed(context.config.seed, name)

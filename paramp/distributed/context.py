@@ -39,10 +39,13 @@ from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_a
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
-from .rng import TENSOR_PLACES, RandomStream, derive_seed
+from .rng import RandomStream, derive_seed
+from .tensor_random import TENSOR_PLACES
 
-BATCH_ROLES: tuple[Role, ...] = ("replicate", "shard", "expert")
-"""The roles along which ranks have different parts of the batch."""
+DATA_ROLES: tuple[Role, ...] = ("replicate", "shard", "expert")
+"""The roles along which ranks have different samples."""
+BATCH_ROLES: tuple[Role, ...] = (*DATA_ROLES, "context")
+"""The roles along which ranks have different parts of the batch: samples, or tokens of the same samples."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,23 @@ class ParallelContext:
         config: the resolved configuration.
         mesh: the ``DeviceMesh``, axes ``("pp", "dp", "tp")``, those of size 1 included; ``dp_replicate`` and
             ``dp_shard`` in place of ``dp`` where parameters are sharded; ``ep`` after ``dp`` with an expert axis, and
-            ``efsdp`` and ``ep`` in place of ``dp_shard``; or that of :meth:`from_mesh`.
+            ``efsdp`` and ``ep`` in place of ``dp_shard``; ``cp`` before ``tp`` with a context axis; or that of
+            :meth:`from_mesh`.
         shard_mesh: the same ranks with ``dp_shard`` as one axis, over which all but experts are sharded; ``mesh``
-            unless that has ``efsdp``.
+            unless that has ``efsdp`` or ``cp``.
         roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
         num_engines: how many engines ``initialize`` has made in it.
         device: the device of this rank.
-        pp, dp, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is ``dp_replicate`` and
-            ``dp_shard`` flattened, and ``ep`` with them. ``stage_axis``, ``batch_axis``, ``tensor_axis``: the same by
-            role.
-        experts_axis: the :class:`Axis` of the ranks of ``dp`` that have the same experts; ``dp`` where FSDP2 shards
-            parameters, and sums their gradients.
-        model_group: the ranks that together hold one replica of the model (pp x tp).
+        pp, dp, cp, ep, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is
+            ``dp_replicate`` and ``dp_shard`` flattened, and ``ep`` with them. ``stage_axis``, ``tensor_axis``: the same
+            by role.
+        batch_axis: the :class:`Axis` of the ranks with different parts of the batch, whose gradients are summed: ``dp``
+            and ``cp`` flattened.
+        experts_axis: the ranks of ``batch_axis`` that have the same experts; all of them where FSDP2 shards parameters,
+            and sums their gradients.
+        model_group: the ranks that are given the same samples (pp x cp x tp).
         ties: parameters that several stages hold, recorded by ``initialize``.
         departures: which rank has left the context first.
         heartbeat: reports this rank's phase to the other ranks and watches them; None if there is none.
@@ -106,18 +112,20 @@ class ParallelContext:
         """What :func:`~paramp.distributed.replicated_axes.replicated_axes` has found: its time grows with the world."""
         if mesh is None:
             parallel = config.parallel
-            self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size, parallel.expert))
-            both = parallel.shard > 1 and parallel.expert > 1
-            self.shard_mesh = self._make_mesh(_mesh_sizes(parallel, self.world_size, 1)) if both else self.mesh
+            self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size))
+            several = parallel.shard > 1 and parallel.expert * parallel.context.size > 1
+            self.shard_mesh = self._make_mesh(_sharded_sizes(parallel, self.world_size)) if several else self.mesh
         else:
             self.mesh = self.shard_mesh = mesh.mesh
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
-        self.dp = self.batch_axis = self._axis(*BATCH_ROLES)
+        self.dp = self._axis(*DATA_ROLES)
+        self.cp, self.ep = self._axis("context"), self._axis("expert")
+        self.batch_axis = self._axis(*BATCH_ROLES) if self.cp.size > 1 else self.dp
         apart = bool(self.axes_of("expert")) and config.parallel.shard == 1
-        self.experts_axis = self._axis("replicate", "shard") if apart else self.batch_axis
+        self.experts_axis = self._axis("replicate", "shard", "context") if apart else self.batch_axis
         self.tp = self.tensor_axis = self._axis("tensor")
-        self.model_group = self._own_group("model", self._family("stage", "tensor"))
+        self.model_group = self._own_group("model", self._family("stage", "context", "tensor"))
         TENSOR_PLACES.append((self.tensor_axis.rank, self.tensor_axis.size, device))
         if mesh is None:  # the same on every rank, so that a model built after this is the same everywhere
             torch.manual_seed(config.seed)
@@ -206,7 +214,7 @@ class ParallelContext:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's losses count: on one rank of each model group, which has the last stage."""
+        """Whether this rank's losses count: on one of the ranks with the same part of the batch, of the last stage."""
         return self.is_last_stage and self.tensor_axis.rank == 0
 
     def ranks_along(self, axes: Sequence[str], stages: Sequence[int] = ()) -> torch.Tensor:
@@ -339,17 +347,27 @@ class ParallelContext:
         return f"ParallelContext({sizes}, rank {self.rank} of {self.world_size}, {self.device})"
 
 
-def _mesh_sizes(parallel: ParallelConfig, world_size: int, expert: int) -> dict[str, int]:
-    """The axes of the mesh that the launch functions make, the slowest first, and their sizes.
-
-    ``expert``: the size of the expert axis; 1: there is none.
-    """
-    size, shard = parallel.data_size(world_size), parallel.shard
+def _mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
+    """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
+    size, shard, expert, context = (
+        parallel.data_size(world_size),
+        parallel.shard,
+        parallel.expert,
+        parallel.context.size,
+    )
     data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
     if expert > 1 and shard == 1:
         data = {"dp": size // expert, "ep": expert}
     elif expert > 1:
         data = {"dp_replicate": size // shard, "efsdp": shard // expert, "ep": expert}
+    cp = {"cp": context} if context > 1 else {}
+    return {"pp": parallel.pipeline.size, **data, **cp, "tp": parallel.tensor.size}
+
+
+def _sharded_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
+    """As :func:`_mesh_sizes`, with all ranks that shard parameters on one axis."""
+    size, shard = parallel.data_size(world_size), parallel.shard * parallel.context.size
+    data = {"dp_replicate": size // parallel.shard, "dp_shard": shard}
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 

@@ -16,8 +16,9 @@ expert     ``ep``                         experts are each rank's own,    of exp
 tensor     ``tp``                         sharded or replicated, by plan  as the parameters
 =========  =============================  ==============================  =============================
 
-Along ``replicate``, ``shard`` and ``expert`` ranks have different parts of the batch; together they are the data axis.
-In a mesh of ``efsdp`` and ``ep`` that paramp makes, parameters other than experts are sharded over both.
+Along ``replicate``, ``shard`` and ``expert`` ranks have different samples; together they are the data axis. Along
+``context`` they have parts of each sequence of the same samples. In a mesh of ``efsdp`` and ``ep``, or ``dp_shard`` and
+``cp``, that paramp makes, parameters other than experts are sharded over both.
 """
 
 from __future__ import annotations
@@ -163,10 +164,16 @@ def _with_sizes(source: Any, sizes: Mapping[Role, int]) -> Config:
     """The configuration ``source`` with the ``sizes`` of the mesh; a ConfigError if it has others."""
     replicate, shard = sizes.get("replicate", 1), sizes.get("shard", 1)
     data = {"replicate": replicate, "shard": shard}
-    wanted = {"tensor": {"size": sizes.get("tensor", 1)}, "pipeline": {"size": sizes.get("stage", 1)}, "data": data}
+    wanted = {
+        "tensor": {"size": sizes.get("tensor", 1)},
+        "pipeline": {"size": sizes.get("stage", 1)},
+        "context": {"size": sizes.get("context", 1)},
+        "data": data,
+    }
     config = _filled(source, wanted)
     parallel = config.parallel
-    given = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "data": parallel.data_axes}
+    names = "tensor", "pipeline", "context"
+    given = {**{name: getattr(parallel, name) for name in names}, "data": parallel.data_axes}
     for table, keys in wanted.items():
         for key, size in keys.items():
             value = getattr(given[table], key)
@@ -183,11 +190,10 @@ def _filled(source: Any, wanted: Mapping[str, Mapping[str, int]]) -> Config:
     """The configuration ``source`` with the sizes ``wanted`` where it gives none."""
     if isinstance(source, Config):  # a size of 1 is one that nobody gave
         given = source.parallel
-        tensor, pipeline = given.tensor, given.pipeline
-        tensor = replace(tensor, size=wanted["tensor"]["size"]) if tensor.size == 1 else tensor
-        pipeline = replace(pipeline, size=wanted["pipeline"]["size"]) if pipeline.size == 1 else pipeline
+        axes = {name: getattr(given, name) for name in wanted if name != "data"}
+        axes = {name: replace(axis, **wanted[name]) if axis.size == 1 else axis for name, axis in axes.items()}
         data = _with_data_sizes(given.data, wanted["data"])
-        return replace(source, parallel=replace(given, tensor=tensor, pipeline=pipeline, data=data))
+        return replace(source, parallel=replace(given, data=data, **axes))
     tree = read_file(source) if isinstance(source, (str, Path)) else {} if source is None else source
     tables = tree.get("parallel") if isinstance(tree, Mapping) else tree
     if not isinstance(tables, Mapping | None):

@@ -62,7 +62,7 @@ class BatchRunner:
         self._losses, self._window = losses, window
         self._failure = failure
         self._context = context
-        is_split = context.stage_axis.size * context.tensor_axis.size > 1
+        is_split = context.stage_axis.size * context.cp.size * context.tensor_axis.size > 1
         self._same_batches = SameBatches(context, failure.raise_alone) if is_split else None
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -90,7 +90,8 @@ class BatchRunner:
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
-                seen.append((map_tensors(torch.Tensor.detach, output), microbatch.target))
+                whole = self._compute.joined(output, microbatch)
+                seen.append((map_tensors(torch.Tensor.detach, whole), microbatch.target))
             if backward:
                 return self._losses.scaled(self.criterion.of(output, microbatch))
             if totals is None:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import ReferenceType, ref
 
 import torch
@@ -29,6 +29,9 @@ from ..precision.capabilities import has_native_fp16
 from ..precision.fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from ..precision.modes import Precision
 from .loss_counts import as_count
+
+if TYPE_CHECKING:
+    from ..parallel.context_axis.sequence_axis import SequenceAxis
 
 DEFAULT = Numerics()
 
@@ -51,6 +54,8 @@ class ComputeContext:
     """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
 
     numerics: Numerics = DEFAULT
+    sequences: SequenceAxis | None = None
+    """The context axis, over which attention goes and outputs are joined; None: sequences are whole."""
 
     @staticmethod
     def of(model: nn.Module, precision: Precision) -> ComputeContext:
@@ -64,8 +69,12 @@ class ComputeContext:
     @staticmethod
     def in_layout(context: ParallelContext, numerics: Numerics = DEFAULT) -> ComputeContext:
         """The context of an engine in ``context``."""
-        config, sharded = context.config, context.tensor_axis.size > 1
-        return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded, numerics)
+        config, sharded, axis = context.config, context.tensor_axis.size > 1, None
+        if context.cp.size > 1:
+            from ..parallel.context_axis.sequence_axis import SequenceAxis
+
+            axis = SequenceAxis(context)
+        return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded, numerics, axis)
 
     @functools.cached_property
     def emulate(self) -> bool:
@@ -92,9 +101,14 @@ class ComputeContext:
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
         compute = computing if autocast else widening
+        inside = self.numerics if self.sequences is None else self.sequences
         _ = self.kernels
-        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), self.numerics.computing():
+        with emulate_fp16(self.emulate), compute(self.precision, self.device.type), inside.computing():
             yield
+
+    def joined(self, output: Any, batch: Batch) -> Any:
+        """The ``output`` for ``batch``, with the tokens of all ranks of the context axis."""
+        return output if self.sequences is None else self.sequences.joined(output, batch)
 
     def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
         """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
@@ -123,6 +137,7 @@ class CheckedCriterion:
     def of(self, output: Any, microbatch: Batch) -> Loss:
         """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
         if self._criterion is not None:
+            output = self.compute.joined(output, microbatch)
             return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
         return _found(self._own_loss(output, microbatch))
 

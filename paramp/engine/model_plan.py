@@ -86,6 +86,12 @@ def plan_model(
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
     stages = adapter.stages(config.parallel.pipeline, styles)
     check_stages(stages, context)
+    if context.cp.size > 1:
+        from ..parallel.context_axis.sharded_stages import shard_stages
+
+        inputs = adapter.sequence_inputs()
+        inputs.check(model)
+        stages, own_loss = shard_stages(stages, inputs, own_loss, context)
     ties = shared_parameters(names_of, stages, context)
     blocks = repeated_blocks(model)
     return ModelPlan(

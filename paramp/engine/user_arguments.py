@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.errors import ConfigError, one_line
 from ..base.wrapped_models import check_plain, without_compilation
-from ..distributed.context import BATCH_ROLES, ParallelContext, get_context
+from ..distributed.context import DATA_ROLES, ParallelContext, get_context
 from ..parallel.compiled_blocks import check_compiler
 from ..precision.capabilities import find_library
 from ..precision.float8_layers import check_checkpointing
@@ -40,11 +40,11 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
         raise ConfigError(f"context: got {context!r}, expected the latest one that is open, {current!r}")
     mesh = current.mesh
     for index, (name, role) in enumerate(current.roles.items()):
-        trains = role != "context" and (role != "expert" or mesh.size(index) == current.config.parallel.expert)
+        trains = role != "expert" or mesh.size(index) == current.config.parallel.expert
         if mesh.size(index) > 1 and not trains:
             raise ConfigError(
                 f"mesh: got the axis {name!r} of {mesh.size(index)} ranks, over which the engine does not train, "
-                "expected pp, dp, dp_shard and tp only; in your own loop, paramp.DistributedGradScaler and "
+                "expected pp, dp, dp_shard, cp and tp only; in your own loop, paramp.DistributedGradScaler and "
                 "paramp.clip_grad_norm_ work on it"
             )
         if (mesh.mesh.diff(dim=index) < 0).any():
@@ -63,7 +63,12 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
             f"mesh: got the axes {', '.join(current.roles)}, expected none for experts beside the one that shards "
             "parameters: all others are sharded over both; launch with parallel.data.shard and parallel.expert"
         )
-    if [role for role in current.roles.values() if role in BATCH_ROLES] == ["shard", "replicate"]:
+    if current.cp.size > 1 and parallel.shard > 1 and current.shard_mesh is mesh:
+        raise ConfigError(
+            f"mesh: got the axes {', '.join(current.roles)}, expected one that shards parameters over the ranks of dp "
+            "and cp together; launch with parallel.data.shard and parallel.context"
+        )
+    if [role for role in current.roles.values() if role in DATA_ROLES] == ["shard", "replicate"]:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected the one that replicates parameters before the "
             "one that shards them, as fully_shard needs it"

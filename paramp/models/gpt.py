@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..distributed.token_positions import sequence_length, token_positions
 from ..parallel.tensor.sharded_loss import mask_tail
 from .presets import PresetModel
 from .transformer import Linear, TransformerConfig
@@ -66,10 +67,10 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        length = tokens.shape[1]
+        length = sequence_length(tokens.shape[1])
         if length > self.max_seq_len:
             raise ValueError(f"sequence of {length} tokens, expected at most max_seq_len {self.max_seq_len}")
-        positions = self.positions(torch.arange(length, device=tokens.device))
+        positions = self.positions(token_positions(tokens.shape[1], tokens.device))
         features: torch.Tensor = self.dropout(self.tokens(tokens) + positions)
         return features
 

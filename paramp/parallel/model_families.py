@@ -23,6 +23,7 @@ from .partition import Partition, SequentialPartition, is_sequential, partition_
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from .context_axis.sharded_stages import SequenceInputs
     from .tensor.sharding_plan import Plan
 
 UserPlan: TypeAlias = Mapping[str, "str | ParallelStyle"]
@@ -156,6 +157,12 @@ class ModelAdapter:
         """The module to run if there is only one stage."""
         return self.model
 
+    def sequence_inputs(self) -> SequenceInputs:
+        """Which inputs the context axis cuts."""
+        from .context_axis.sharded_stages import SequenceInputs
+
+        return SequenceInputs()
+
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         """A function that finds the loss in the model's output for a microbatch; it returns None if there is none."""
         return lambda output, _: loss_in(output)
@@ -224,6 +231,11 @@ class HuggingFaceAdapter(ModelAdapter):
 
         return without_cache(self.model)
 
+    def sequence_inputs(self) -> SequenceInputs:
+        from .huggingface.context_inputs import PretrainedInputs
+
+        return PretrainedInputs(self.model)
+
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         from .huggingface.model_output import token_loss
 
@@ -288,6 +300,9 @@ class PeftAdapter(ModelAdapter):
 
     def single_stage(self) -> nn.Module:
         return self._lora.wrapped(self.model, self._inside.single_stage())
+
+    def sequence_inputs(self) -> SequenceInputs:
+        return self._inside.sequence_inputs()
 
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         return self._inside.own_loss()

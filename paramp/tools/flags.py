@@ -32,10 +32,11 @@ LAYOUT: Groups = {
     "layout": (
         Flag("--tp", "parallel.tensor.size", int, "N", "ranks of the tensor axis"),
         Flag("--pp", "parallel.pipeline.size", int, "N", "ranks of the pipeline axis"),
-        Flag("--dp", "parallel.data", int, "N", "replicas of the model; auto is world / (tp x pp)"),
+        Flag("--dp", "parallel.data", int, "N", "replicas of the model; auto is world / (tp x pp x cp)"),
         Flag("--fsdp", "parallel.data.shard", int, "N", "data ranks that shard the parameters", "1"),
         Flag("--replicate", "parallel.data.replicate", int, "N", "replicas of the shards", "auto"),
         Flag("--ep", "parallel.expert", int, "N", "data ranks that share the experts of each mixture"),
+        Flag("--cp", "parallel.context.size", int, "N", "ranks that share each sequence"),
         Flag("--zero", "parallel.zero", int, "STAGE", "1: shard masters and optimizer state over dp"),
         Flag("--sequence-parallel", "parallel.sequence_parallel", bool, None, "shard the sequence over tp in norms"),
     ),

@@ -78,6 +78,7 @@ MEANT = [
     ({TENSOR: 4}, "tensor_parallel_degree=4 parallelism.tensor_parallel_degree=4 tp_size=4 tp_degree=4 autotp_size=4"),
     ({TENSOR: 2}, "tp=True tp=-1"),
     ({"parallel.expert": 4}, "ep=4 expert_model_parallel_size=4 expert_parallel_degree=4"),
+    ({"parallel.context": 2}, "cp=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2"),
     ({TENSOR: 2, "parallel.sequence_parallel": True}, "sequence_parallel=True"),
     ({PIPELINE: 4}, "pp=4 pipeline=4 parallel.pp=4 pipeline_parallel=4 pipeline_parallel_size=4 pp_degree=4"),
     ({PIPELINE: 4}, "pipeline_model_parallel_size=4 pipeline_parallel_degree=4 parallelism.pipeline_parallel_degree=4"),
@@ -154,7 +155,6 @@ TEXTS = {
     "save with paramp.Checkpoints": "save_steps=5 save_total_limit=2 save_interval=5 save_folder='x' checkpoint={} "
     "enable_checkpointing=True",
     "the launcher decides it": "num_processes=4 num_machines=2 num_nodes=2 devices=4",
-    "no context parallelism": "cp=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2",
     "your script has it": "lr=0.1 learning_rate=0.1 epochs=3 num_train_epochs=3 max_epochs=3 max_steps=3 train_iters=3 "
     "max_duration='1ep' seq_len=8 training.seq_len=8 steps_per_print=1 steps=3",
     "call engine.load": "resume_from_checkpoint='x'",

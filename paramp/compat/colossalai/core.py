@@ -40,7 +40,7 @@ class GlobalContext:
         groups: dict[ParallelMode, Any] = {
             ParallelMode.GLOBAL: dist.group.WORLD,
             ParallelMode.MODEL: context.model_group,
-            ParallelMode.DATA: context.batch_axis.group,
+            ParallelMode.DATA: context.dp.group,
             ParallelMode.PIPELINE: context.stage_axis.group,
             ParallelMode.TENSOR: context.tensor_axis.group,
         }

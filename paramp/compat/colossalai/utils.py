@@ -66,7 +66,7 @@ def get_dataloader(
     if not add_sampler:
         loader.is_whole = True  # then initialize does not shard it
         return loader
-    return shard_loader(loader, context.batch_axis.rank, context.batch_axis.size, seed)
+    return shard_loader(loader, context.dp.rank, context.dp.size, seed)
 
 
 def get_current_device() -> torch.device:

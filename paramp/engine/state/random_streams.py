@@ -27,7 +27,8 @@ def saved_layout(context: ParallelContext) -> dict[str, int]:
     pipeline = context.config.parallel.pipeline
     return {
         "pp": context.stage_axis.size,
-        "dp": context.batch_axis.size,
+        "dp": context.dp.size,
+        **({"cp": context.cp.size} if context.cp.size > 1 else {}),
         "tp": context.tensor_axis.size,
         "stages": pipeline.num_stages,
         "zero": context.config.parallel.zero,

@@ -94,7 +94,7 @@ def exchange_matrices(weights: FlatWeights, shapes: Mapping[str, torch.Size], co
         ConfigError: an optimizer steps one matrix depending on others, and ranks have different ones.
     """
     roles: list[Role] = [*(BATCH_ROLES if weights.is_partitioned else ())]
-    roles += ["shard", "expert"] if context.config.parallel.shard > 1 else []
+    roles += ["shard", "expert", "context"] if context.config.parallel.shard > 1 else []
     roles += ["tensor"] if context.tensor_axis.size > 1 else []
     if not (roles or context.axes_of("expert")) and context.stage_axis.size == 1:
         return

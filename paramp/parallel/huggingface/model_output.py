@@ -58,7 +58,10 @@ def label_count(model: nn.Module) -> Count:
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         given = signature.bind_partial(None, *args, **kwargs).arguments
-        labels = given.get("labels", given.get("kwargs", {}).get("labels"))
+        given = {**given, **given.get("kwargs", {})}
+        labels = given.get("labels")
+        if labels is not None and first and given.get("shift_labels") is not None:
+            return (given["shift_labels"] != IGNORED).sum()
         return None if labels is None else (labels[..., first:] != IGNORED).sum()
 
     return count

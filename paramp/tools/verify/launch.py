@@ -180,7 +180,7 @@ def prepared(
         plan=None if options.plan is None else load_attribute(options.plan, "plan"),
         algorithms=NORMS[options.norms],
     )
-    record = RankRecord(context.batch_axis.rank, context.tensor_axis.rank, context.stage_axis.rank)
+    record = RankRecord(context.dp.rank, context.tensor_axis.rank, context.stage_axis.rank)
     record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
     start = engine.full_state_dict()
     if context.stage_axis.rank == 0:  # all ranks of a pipeline have it
@@ -190,7 +190,7 @@ def prepared(
 
 def local_rows(batch: Batch, context: ParallelContext) -> Batch:
     """The part of a global batch that this data rank runs."""
-    axis, samples = context.batch_axis, batch.size // context.batch_axis.size
+    axis, samples = context.dp, batch.size // context.dp.size
     return batch.rows(slice(axis.rank * samples, (axis.rank + 1) * samples))
 
 

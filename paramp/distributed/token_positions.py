@@ -1,0 +1,27 @@
+"""The places of a rank's tokens in their sequences, for models whose positions are embedded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..parallel.context_axis.sequence_axis import SequenceAxis
+
+ACTIVE: list[SequenceAxis] = []
+"""The context axis of the engine that computes, the latest last; empty: sequences are whole."""
+
+
+def token_positions(length: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The places in their sequence of the ``length`` tokens that this rank has of it: (length,), int64.
+
+    A model that embeds positions calls it in its forward, in place of ``torch.arange(length)``, which it returns unless
+    ``parallel.context`` cuts sequences.
+    """
+    return ACTIVE[-1].positions(length, device) if ACTIVE else torch.arange(length, device=device)
+
+
+def sequence_length(length: int) -> int:
+    """The length of the sequence of which this rank has ``length`` tokens."""
+    return ACTIVE[-1].size * length if ACTIVE else length

@@ -1,0 +1,197 @@
+"""Sequences over the ranks of the context axis: cutting them, joining outputs, and attention while an engine computes.
+
+Attention is replaced where torch's function is called (``F.scaled_dot_product_attention``) and in transformers' models
+(:mod:`paramp.parallel.huggingface.context_inputs`). The replacement holds for the whole process as long as an engine
+computes, because a checkpointed block runs its forward again in autograd's own threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ...base.dtensor import is_dtensor
+from ...base.errors import ConfigError
+from ...base.torch_internals import patched
+from ...base.trees import leaves, map_tensors
+from ...distributed.context import ParallelContext
+from ...distributed.token_positions import ACTIVE
+from ..batches import Batch
+from .context_attention import attention, default_method
+from .sequence_layout import SequenceLayout
+from .visible_keys import Documents
+
+FIRST = "input_ids", "inputs_embeds"
+"""The keywords of what has the tokens, if a model has them among its inputs."""
+
+
+def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The tokens of each sequence of a model's inputs: dim 1 of the first tensor that has it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named = [kwargs[name] for name in FIRST if kwargs.get(name) is not None]
+    for _, leaf in leaves((named, args, dict(kwargs))):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 1:
+            return leaf.shape[1]
+    raise ConfigError(
+        "inputs: got no tensor of 2 or more dims, expected one with the tokens in dim 1, because parallel.context cuts "
+        "sequences"
+    )
+
+
+class SequenceAxis:
+    """How the sequences of one engine are cut over its context axis.
+
+    Attributes:
+        multiple: what the length of a whole sequence has to be a multiple of.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        axis = context.cp
+        self._group, self._rank, self.size = axis.group, axis.rank, axis.size
+        self._method = context.config.parallel.context.method
+        self.multiple = 2 * axis.size
+        self._documents: tuple[ReferenceType[torch.Tensor], Documents] | None = None
+
+    def layout(self, local_length: int) -> SequenceLayout:
+        """That of sequences of which each rank has ``local_length`` tokens."""
+        return SequenceLayout(self._group, self._rank, self.size, local_length * self.size)
+
+    def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's tokens of ``whole``, which has a multiple of :attr:`multiple` tokens in ``dim``."""
+        return whole.index_select(dim, self.positions(whole.shape[dim] // self.size, whole.device))
+
+    def join(self, local: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole sequence of this rank's tokens ``local``, on every rank, differentiable.
+
+        Each rank computes the same loss of it, and the engine averages over all ranks that have a part of the batch: so
+        the gradient is ``size`` times that of this rank's tokens.
+        """
+        joined: torch.Tensor = _Join.apply(local, dim, self)
+        return joined
+
+    def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
+        """The places of this rank's ``length`` tokens, (length,), int64."""
+        return self.layout(length).positions(self._rank, device)
+
+    def joined(self, output: Any, batch: Batch) -> Any:
+        """The ``output`` of a model for the whole inputs of ``batch``; tensors with tokens in dim 1 are joined."""
+        return self.joined_tokens(output, length_of(batch.args, batch.kwargs))
+
+    def joined_tokens(self, tree: Any, length: int) -> Any:
+        """The ``tree`` whose tensors with this rank's tokens in dim 1 have those of the sequence of ``length``."""
+        padded = length + -length % self.multiple
+
+        def joined(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.ndim < 2 or tensor.shape[1] != padded // self.size:
+                return tensor
+            if is_dtensor(tensor):  # logits over a sharded vocabulary
+                whole = joined(tensor.to_local())
+                return type(tensor).from_local(whole, tensor.device_mesh, tensor.placements, run_check=False)
+            return self.join(tensor, 1).narrow(1, 0, length)
+
+        return map_tensors(joined, tree)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context for forwards and backwards, in which attention goes over the whole sequence."""
+        ACTIVE.append(self)
+        try:
+            with patched(F, "scaled_dot_product_attention", scaled_dot_product_attention):
+                yield
+        finally:
+            ACTIVE.remove(self)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attention over the whole sequence, with the ``options`` of :func:`.context_attention.attention`.
+
+        ``documents``: (batch, 1, 1, tokens), 0 for padding. ``dropout`` draws its seed from torch's random stream.
+        """
+        if options.get("dropout"):
+            seed = torch.randint(2**62, (), device=query.device)
+            dist.broadcast(seed, group=self._group, group_src=0)
+            options["dropout_seed"] = int(seed)
+        layout, method = self.layout(query.shape[2]), self._method
+        if method == "auto":
+            method = default_method(query.shape[1], key.shape[1], layout)
+        if (documents := options.pop("documents")) is not None:
+            documents = self._known(documents, query.shape[0], layout)
+        return attention(query, key, value, layout=layout, method=method, documents=documents, **options)
+
+    def _known(self, numbers: torch.Tensor, batch: int, layout: SequenceLayout) -> Documents:
+        """The documents of ``numbers``, (batch or 1, 1, 1, tokens); one exchange for all layers."""
+        if self._documents is None or self._documents[0]() is not numbers:
+            local = numbers[:, 0, 0].expand(batch, -1).long()
+            self._documents = ref(numbers), Documents(local, layout)
+        return self._documents[1]
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, dim: int, axis: SequenceAxis) -> torch.Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        local = local.movedim(dim, 0).contiguous()
+        parts = local.new_empty(axis.size * local.shape[0], *local.shape[1:])
+        dist.all_gather(list(parts.chunk(axis.size)), local, group=axis._group)
+        layout = axis.layout(local.shape[0])
+        places = torch.cat([layout.positions(rank, local.device) for rank in range(axis.size)])
+        return parts.index_select(0, places.argsort()).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.axis.cut(gradient, ctx.dim) * ctx.axis.size, None, None
+
+
+_plain = F.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch's function, over the whole sequence.
+
+    Raises:
+        ConfigError: queries and keys are of different sequences, or the mask is none of padding: bool,
+            (batch, 1, 1, tokens).
+    """
+    if not ACTIVE:
+        return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if query.shape[-2] != key.shape[-2]:
+        raise ConfigError(
+            f"scaled_dot_product_attention: got {query.shape[-2]} queries and {key.shape[-2]} keys, expected as many, "
+            "because parallel.context cuts both from one sequence; use context 1 for attention to another one"
+        )
+    if query.ndim != 4:
+        raise ConfigError(
+            f"scaled_dot_product_attention: got queries of shape {tuple(query.shape)}, expected (batch, heads, tokens, "
+            "features) under parallel.context"
+        )
+    if attn_mask is not None:
+        padding = attn_mask.dtype is torch.bool and attn_mask.ndim == 4 and attn_mask.shape[1:3] == (1, 1)
+        if not padding:
+            raise ConfigError(
+                f"scaled_dot_product_attention: got a mask of {attn_mask.dtype} and shape {tuple(attn_mask.shape)}, "
+                "expected none, or one of padding, bool (batch, 1, 1, tokens), under parallel.context: other masks are "
+                "not cut; use is_causal=True, and context 1 for masks of your own"
+            )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ConfigError(
+            f"scaled_dot_product_attention: got {query.shape[1]} heads of queries and {key.shape[1]} of keys, expected "
+            "as many, or enable_gqa=True"
+        )
+    return ACTIVE[-1].attend(query, key, value, causal=is_causal, documents=attn_mask, scale=scale, dropout=dropout_p)

@@ -1,0 +1,181 @@
+"""Stages whose inputs are whole sequences, and that compute this rank's tokens of them.
+
+What a stage computes for a token may depend on others through attention alone. So the first batch is tried before it
+runs: the stage computes the first tokens whole and cut, without gradients, and an output that differs is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...base.dtensor import local
+from ...base.errors import ConfigError
+from ...base.module_surgery import BATCH_NORMS, with_forward
+from ...base.trees import map_leaves, tensors
+from ...distributed.context import ParallelContext
+from ...distributed.token_positions import ACTIVE
+from ..batches import Batch
+from .sequence_axis import SequenceAxis, length_of
+
+MIXING = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.RNNBase, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, *BATCH_NORMS),
+)
+"""Layers that mix tokens, or may, without an exchange over ranks."""
+TRIED = 2
+"""Tokens of each of the parts that a rank has of a sequence, in the trial."""
+LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Of outputs in the trial, relative to their norm, by the dtype in which a mode computes."""
+
+
+class SequenceInputs:
+    """Which inputs of a model are cut, and where: tensors with the batch's tokens in dim 1."""
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ConfigError for a layer that mixes tokens without an exchange; prepare the model's attention."""
+        for name, module in model.named_modules():
+            if isinstance(module, MIXING):
+                raise ConfigError(
+                    f"parallel.context.size: {name!r} is a {type(module).__name__}, which mixes tokens that are on "
+                    "several ranks; expected attention only. Set it to 1"
+                )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A context in which the model's attention is that of one process."""
+        yield
+
+    def cut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs with this rank's tokens of sequences of ``length``.
+
+        Raises:
+            ConfigError: the length is no multiple of the parts that are cut.
+        """
+        if length % axis.multiple:
+            raise ConfigError(
+                f"inputs: got sequences of {length} tokens, expected a multiple of {axis.multiple}, twice "
+                f"parallel.context {axis.size}; pad them, and leave the padding out of the loss"
+            )
+
+        def part(_: str, leaf: Any) -> Any:
+            has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
+            return axis.cut(leaf, 1) if has_tokens else leaf
+
+        return cast(tuple[Any, dict[str, Any]], map_leaves(part, (args, dict(kwargs)), "inputs"))
+
+
+def shard_stages(
+    stages: Sequence[nn.Module],
+    inputs: SequenceInputs,
+    own_loss: Callable[[Any, Batch], Any],
+    context: ParallelContext,
+) -> tuple[list[nn.Module], Callable[[Any, Batch], Any]]:
+    """``stages`` that compute this rank's tokens, and ``own_loss`` of their outputs and whole microbatches."""
+    axis = SequenceAxis(context)
+
+    def loss(output: Any, microbatch: Batch) -> Any:
+        length = length_of(microbatch.args, microbatch.kwargs)
+        found = own_loss(output, Batch(*inputs.cut(microbatch.args, microbatch.kwargs, length, axis)))
+        if found is not None and not isinstance(found, (tuple, list)):
+            raise ValueError(
+                "the model's output has a loss that is a mean, expected (sum, count), because parallel.context cuts "
+                "sequences, and ranks have different numbers of labels"
+            )
+        return found
+
+    return [_sharded(stage, inputs, axis, context, is_first=not index) for index, stage in enumerate(stages)], loss
+
+
+def _sharded(
+    stage: nn.Module, inputs: SequenceInputs, axis: SequenceAxis, context: ParallelContext, *, is_first: bool
+) -> nn.Module:
+    """``stage`` with a forward of whole inputs; a later one gets this rank's tokens of hidden states."""
+    tried = False
+
+    def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> Any:
+        if is_first:
+            return inputs.cut(args, kwargs, length, axis)
+        return args, inputs.cut((), kwargs, length, axis)[1]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tried
+        length = length_of(args, kwargs) if is_first else args[0].shape[1] * axis.size
+        if not tried and ACTIVE:
+            _try(stage, inputs, axis, context, args, kwargs, length, is_first)
+            tried = True
+        args, kwargs = cut(args, kwargs, length)
+        return stage.forward(*args, **kwargs)
+
+    return with_forward(stage, forward)
+
+
+@torch.no_grad()
+def _try(
+    stage: nn.Module,
+    inputs: SequenceInputs,
+    axis: SequenceAxis,
+    context: ParallelContext,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    length: int,
+    is_first: bool,
+) -> None:
+    """Raise a ConfigError, on every rank, if the ``stage`` computes other outputs for the first tokens when cut."""
+    tokens = min(TRIED * axis.multiple, length // axis.multiple * axis.multiple)
+    if not is_first:
+        args = axis.joined_tokens(args, length)
+
+    def first(_: str, leaf: Any) -> Any:
+        has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
+        return leaf.narrow(1, 0, tokens) if has_tokens else leaf
+
+    args, kwargs = map_leaves(first, (args, dict(kwargs)), "inputs")
+    training = [module for module in stage.modules() if module.training]
+    for module in training:
+        module.training = False
+    active = ACTIVE[:]
+    try:
+        some_args, some_kwargs = inputs.cut(args, kwargs, tokens, axis)
+        found = axis.joined_tokens(stage.forward(*some_args, **some_kwargs), tokens)
+        ACTIVE.clear()
+        with inputs.whole():
+            expected = stage.forward(*args, **kwargs)
+    finally:
+        ACTIVE[:] = active
+        for module in training:
+            module.training = True
+    _compare(stage, found, expected, tokens, context)
+
+
+def _compare(stage: nn.Module, found: Any, expected: Any, tokens: int, context: ParallelContext) -> None:
+    worst = torch.zeros((), dtype=torch.float64, device=context.device)
+    pairs = zip(tensors(found), tensors(expected), strict=True)
+    seen = False
+    for ours, theirs in ((local(ours), local(theirs)) for ours, theirs in pairs):
+        if theirs.ndim < 2 or not theirs.is_floating_point():
+            continue
+        seen = True
+        if ours.shape != theirs.shape or theirs.shape[1] != tokens:
+            raise ConfigError(
+                f"parallel.context.size: {type(stage).__name__} returned {tuple(theirs.shape)} for {tokens} tokens, "
+                "expected the tokens in dim 1, because the axis cuts sequences; set it to 1"
+            )
+        difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
+        worst = torch.maximum(worst, difference)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, context.cp.group)
+    most = LARGEST_DIFFERENCE[context.config.precision.compute]
+    if seen and not float(worst) <= most:
+        raise ConfigError(
+            f"parallel.context.size: {type(stage).__name__} computes something else from a part of a sequence: its "
+            f"outputs for the first {tokens} tokens are off by {float(worst):.2g} of their norm, expected at most "
+            f"{most:g}. It mixes tokens other than by attention, or counts their places itself "
+            "(paramp.token_positions counts them over all ranks); set the size to 1"
+        )

@@ -1,0 +1,169 @@
+"""Inputs and attention of a Hugging Face model whose sequences are cut over the context axis.
+
+The attention of transformers' models is looked up by name, and its mask made by the model; one of four dims passes
+unchanged. So the model gets, in place of a mask of padding, the number of each token's document, (batch, 1, 1, tokens),
+0 for padding, and attention reads it. Labels are shifted before they are cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...base.errors import ConfigError
+from ...distributed.token_positions import ACTIVE
+from ..context_axis.sequence_axis import SequenceAxis
+from ..context_axis.sharded_stages import SequenceInputs
+from .model_output import IGNORED
+
+NAME = "paramp_context"
+"""The name of the attention in transformers' registry."""
+LAYERS = "full_attention", "sliding_attention"
+"""The layer types of transformers' configurations that :func:`context_attention` computes."""
+POSITIONS = frozenset({"position_ids"})
+"""Inputs with the tokens in the last dim."""
+
+
+class PretrainedInputs(SequenceInputs):
+    """The inputs of one model of the transformers library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+        self._parameters = inspect.signature(type(model).forward).parameters
+        function = getattr(getattr(model, "loss_function", None), "__name__", "")
+        self._shifts = function == "ForCausalLMLoss"
+
+    def check(self, model: nn.Module) -> None:
+        from transformers import AttentionInterface
+
+        super().check(model)
+        kind, config = type(self._model).__name__, self._model.config.get_text_config()
+        for name in getattr(config, "layer_types", None) or ():
+            if name not in LAYERS:
+                raise ConfigError(
+                    f"parallel.context.size: {kind} has layers of the type {name!r}, expected {' or '.join(LAYERS)}, "
+                    "which exchange keys and values; set it to 1"
+                )
+        if getattr(config, "is_encoder_decoder", False) or not self._model._can_set_attn_implementation():
+            raise ConfigError(
+                f"parallel.context.size: {kind} computes attention of its own, expected a model of one sequence that "
+                "looks it up in transformers' AttentionInterface; set it to 1"
+            )
+        AttentionInterface.register(NAME, context_attention)
+        self._own = config._attn_implementation
+        self._model.set_attn_implementation(NAME)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        self._model.set_attn_implementation(self._own)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(NAME)
+
+    def cut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = list(self._parameters)[1:]
+        if len(args) > 1:
+            kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
+        if "position_ids" not in kwargs and self._takes("position_ids"):
+            first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
+            device = None if first is None else first.device
+            found["position_ids"] = axis.positions((length + -length % axis.multiple) // axis.size, device)[None]
+        if (documents := _documents(kwargs, length)) is not None:
+            found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
+        if "labels" in kwargs:
+            labels = kwargs["labels"]
+            if self._shifts:
+                labels = kwargs.get("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+                found["shift_labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
+            found["labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
+        return tuple(self._part(name, value, length, axis) for name, value in zip(names, args, strict=False)), found
+
+    def _takes(self, name: str) -> bool:
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        return name in self._parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+    def _part(self, name: str, value: Any, length: int, axis: SequenceAxis) -> Any:
+        """This rank's tokens of the input ``name``."""
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return value
+        dim = value.ndim - 1 if name in POSITIONS else 1
+        if value.ndim < 2 or value.ndim > 3 or value.shape[dim] != length:
+            raise ConfigError(
+                f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected {length} tokens in dim {dim}, and 2 or 3 "
+                "dims, because parallel.context cuts sequences; leave it out, or set the size to 1"
+            )
+        return axis.cut(_padded(value, dim, length, axis, 0), dim)
+
+
+def _padded(tensor: torch.Tensor, dim: int, length: int, axis: SequenceAxis, value: int) -> torch.Tensor:
+    """``tensor`` with a multiple of tokens that can be cut."""
+    more = -length % axis.multiple
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, more), value=value) if more else tensor
+
+
+def _documents(inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
+    """The number of each token's document, (batch, tokens), 0 for padding; None if each sequence is one without any."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.long()
+    if positions is not None and positions.ndim == 2:
+        starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
+        return starts.cumsum(1) + 1
+    return None
+
+
+def context_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention by the interface of transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features).
+
+    ``attention_mask``: the number of each token's document, (batch, 1, 1, tokens), 0 for padding.
+
+    Raises:
+        ConfigError: it is called outside of an engine's forwards and backwards, or with a bias.
+    """
+    kind = type(module).__name__
+    if not ACTIVE:
+        raise ConfigError(
+            f"{kind}: its model was given to an engine with parallel.context > 1, whose attention it has; call the "
+            "engine, or model.set_attn_implementation('sdpa') for other uses"
+        )
+    if position_bias is not None:
+        raise ConfigError(f"{kind}: attention with position_bias is not cut under parallel.context; set the size to 1")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output = ACTIVE[-1].attend(
+        query,
+        key,
+        value,
+        causal=causal,
+        documents=attention_mask,
+        window=sliding_window,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+    )
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,312 @@
+"""Sequences cut over the context axis: losses and norms of training against one process in fp64; what is refused."""
+
+import functools
+
+import pytest
+import torch
+from families import cases, family
+from pool import on_ranks
+from small_engines import engine_of, own_part
+from torch import nn
+from torch.nn import functional as F
+
+import paramp
+from paramp.config.files import load
+from paramp.models.gpt import GPT, GPTConfig
+
+STEPS, BATCH, LENGTH, LR = 3, 4, 32, 0.5
+LAYOUTS = {
+    "cp4": {"context": 4},
+    "cp2·tp2": {"context": 2, "tensor": 2},
+    "cp2·tp2 + sp": {"context": 2, "tensor": 2, "sequence_parallel": True},
+    "cp2·pp2": {"context": 2, "pipeline": 2},
+    "cp2·dp2": {"context": 2, "data": 2},
+    "cp2·dp2 + zero1": {"context": 2, "data": 2, "zero": 1},
+    "fsdp2·cp2": {"context": 2, "data": {"shard": 2}},
+    **{f"cp4 {method}": {"context": {"size": 4, "method": method}} for method in ("ring", "all-gather", "ulysses")},
+}
+"""On four ranks."""
+KINDS = ("GPT", "GPT mean", "Llama", "padded", "packed", "odd length", "window", "sinks")
+PART = [("Llama", "cp4 ring"), ("GPT", "fsdp2·cp2"), ("padded", "cp2·pp2"), ("packed", "cp4"), ("GPT mean", "cp2·tp2")]
+
+
+def small_gpt():
+    return GPT(GPTConfig(num_layers=2, num_heads=4, width=32, max_seq_len=LENGTH, vocab_size=100, init_std=0.06))
+
+
+def pretrained(kind):
+    import transformers
+
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    if kind == "window":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=7, **sizes))
+    if kind == "sinks":
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 7, "pad_token_id": 0}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return small_gpt() if kind.startswith("GPT") else pretrained(kind)
+
+
+def batches(kind):
+    """Batches in which tokens with a loss are unequally many in the parts of a sequence; some parts have none."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        tokens = torch.randint(1, 100, (BATCH, LENGTH - 3 * (kind == "odd length")), generator=generator)
+        labels = tokens.clone()
+        labels[:, : 5 + step] = labels[1, 10:] = -100
+        batch = {"input_ids": tokens, "labels": labels}
+        if kind == "padded":
+            batch["attention_mask"] = torch.ones_like(tokens)
+            batch["attention_mask"][2, 25:] = batch["attention_mask"][3, :6] = 0
+            labels[2, 25:] = labels[3, :6] = -100
+        if kind == "packed":
+            positions = torch.arange(LENGTH).repeat(BATCH, 1)
+            positions[:, 11:] -= 11
+            positions[1, 20:] -= 9
+            batch["position_ids"] = positions
+        yield batch
+
+
+def summed_loss(output, target):
+    loss = F.cross_entropy(output[..., :100].flatten(0, 1).float(), target.flatten(), reduction="sum")
+    return loss, (target != -100).sum()
+
+
+def mean_loss(output, target):
+    return F.mse_loss(output[..., :100].float(), target.unsqueeze(-1).expand(-1, -1, 100) / 100)
+
+
+CRITERIA = {"GPT": summed_loss, "GPT mean": mean_loss}
+
+
+@functools.cache
+def reference(kind):
+    """Loss and gradient norm of each step in one process, in fp64."""
+    model, found = build(kind).double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for batch in batches(kind):
+        if kind in CRITERIA:
+            loss = CRITERIA[kind](model(batch["input_ids"]).double(), batch["labels"])
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        else:
+            loss = model(**batch, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        found.append((float(loss.detach()), float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))))
+        optimizer.step()
+    return found
+
+
+def train(context, kind, **options):
+    engine = engine_of(build(kind), CRITERIA.get(kind), functools.partial(torch.optim.SGD, lr=LR), **options)
+    found = []
+    for batch in batches(kind):
+        batch = dict(zip(batch, own_part(context, *batch.values()), strict=True))
+        inputs = (batch["input_ids"], batch["labels"]) if kind in CRITERIA else (batch,)
+        loss = engine.forward_backward(*inputs)
+        found.append((float(loss), float(engine.step().grad_norm)))
+        engine.zero_grad()
+    return engine, found
+
+
+@family
+@pytest.mark.parametrize(
+    ("kind", "layout"), cases("context axis", [(kind, layout) for kind in KINDS for layout in LAYOUTS], PART, 3)
+)
+@on_ranks(4)
+def test_losses_and_norms_are_those_of_one_process(world, kind, layout):
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1e9}) as context:
+        engine, found = train(context, kind)
+        assert sum(found, ()) == pytest.approx(sum(reference(kind), ()), rel=1e-5)
+        assert not engine.check_replicas()
+
+
+@on_ranks(2)
+def test_outputs_and_evaluations_are_of_whole_sequences(world):
+    (batch, *_) = batches("GPT")
+    tokens, target = batch["input_ids"], batch["labels"]
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        model = build("GPT")
+        whole = model(tokens).detach()
+        engine = engine_of(model, summed_loss)
+        loss, count = summed_loss(whole, target)
+        torch.testing.assert_close(engine(tokens).detach(), whole, rtol=1e-5, atol=1e-6)
+        engine.backward(engine.criterion(engine(tokens), target))
+        first = float(engine.step().grad_norm)
+        assert first == pytest.approx(reference("GPT")[0][1], rel=1e-5)
+        engine = engine_of(build("GPT"), summed_loss)
+        assert float(engine.evaluate(tokens, target)) == pytest.approx(float(loss / count), rel=1e-6)
+        output, label, _ = engine.execute_schedule(iter([(tokens, target)]), forward_only=True)
+        torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-6)
+        assert torch.equal(label, target)
+
+
+@on_ranks(2)
+def test_an_overflow_in_one_part_of_a_sequence_skips_the_step_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "16-mixed"}) as context:
+        engine = engine_of(build("Llama"), None)
+        before = engine.full_state_dict()
+        for rank in range(2):
+            (batch, *_) = batches("Llama")
+            engine.forward_backward(batch)
+            if context.cp.rank == rank:
+                next(iter(engine.module.parameters())).grad.view(-1)[0] = float("inf")
+            assert engine.step().overflow
+            engine.zero_grad()
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@on_ranks(4)
+def test_ranks_of_the_axis_are_one_data_rank(world):
+    with paramp.launch_from_torch({"parallel": {"context": 2, "data": 2}}) as context:
+        assert (context.cp.size, context.dp.size, context.batch_axis.size) == (2, 2, 4)
+        assert context.mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        _, loader, *_ = paramp.initialize(build("GPT"), torch.optim.SGD, summed_loss, loader)
+        seen = torch.cat([torch.cat(list(batch)) for batch in loader])
+        both = [torch.empty_like(seen) for _ in range(2)]
+        torch.distributed.all_gather(both, seen, group=context.cp.group)
+        assert torch.equal(*both)
+        torch.distributed.all_gather(both, seen, group=context.dp.group)
+        assert sorted(torch.cat(both).tolist()) == [*range(8)]
+
+
+@on_ranks(4)
+def test_a_checkpoint_goes_on_in_another_layout(world, folder):
+    with paramp.launch_from_torch({"parallel": {"context": 4}, "precision": "16-naive"}) as context:
+        engine, _ = train(context, "Llama")
+        saved = engine.full_state_dict()
+        engine.save(folder)
+        engine.finish_saving()
+    with paramp.launch_from_torch({"parallel": {"context": 2, "tensor": 2}, "precision": "16-naive"}) as context:
+        engine = engine_of(build("Llama"), None, functools.partial(torch.optim.SGD, lr=LR))
+        engine.load(folder)
+        loaded = engine.full_state_dict()
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("every", ["full", "selective"])
+@on_ranks(2)
+def test_checkpointed_blocks_attend_over_whole_sequences_again(world, every):
+    config = {"parallel": {"context": 2}, "activation_checkpointing": every, "clip_grad_norm": 1e9}
+    with paramp.launch_from_torch(config) as context:
+        assert sum(train(context, "packed")[1], ()) == pytest.approx(sum(reference("packed"), ()), rel=1e-5)
+
+
+class Counted(nn.Module):
+    """Tokens with embedded positions, which it counts itself, or over all ranks."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.positions = positions
+        self.tokens, self.places = nn.Embedding(100, 8), nn.Embedding(LENGTH, 8)
+
+    def forward(self, tokens):
+        return self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(100, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens).mean(1))
+
+
+class Masked(nn.Module):
+    """Attention with a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(100, 8)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens).unsqueeze(1)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1]).tril().bool()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).squeeze(1)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(100, 8)
+
+    def forward(self, tokens):
+        return {"loss": self.tokens(tokens).square().mean()}
+
+
+REFUSED_BATCHES = {
+    "positions": (lambda: Counted(torch.arange), summed_loss, "counts their places itself"),
+    "pooled": (Pooled, lambda output, target: output.mean(), "expected the tokens in dim 1"),
+    "masked": (Masked, lambda output, target: output.mean(), "other masks are not cut"),
+    "mean of its own": (OwnLoss, None, "expected \\(sum, count\\)"),
+    "length": (lambda: Counted(torch.arange), summed_loss, "expected a multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BATCHES)
+@on_ranks(2)
+def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
+    make, criterion, text = REFUSED_BATCHES[case]
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(make(), criterion)
+        tokens = torch.randint(0, 100, (2, 30 if case == "length" else LENGTH))
+        with pytest.raises((paramp.ConfigError, ValueError), match=text):
+            engine.forward_backward(tokens, None if criterion is None else tokens)
+
+
+@on_ranks(2)
+def test_positions_that_are_counted_over_ranks_are_right(world):
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        model = Counted(paramp.token_positions)
+        tokens = torch.randint(0, 100, (2, LENGTH))
+        whole = model(tokens).detach()
+        torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
+
+
+def encoder_decoder():
+    import transformers
+
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=8)
+    )
+
+
+REFUSED_MODELS = {
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3)), "'0' is a Conv1d, which mixes tokens"),
+    "encoder-decoder": (encoder_decoder, "expected a model of one sequence"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+@on_ranks(2)
+def test_layers_that_mix_tokens_are_refused_by_name(world, case):
+    make, text = REFUSED_MODELS[case]
+    with (
+        paramp.launch_from_torch({"parallel": {"context": 2}}),
+        pytest.raises(paramp.ConfigError, match=text),
+    ):
+        engine_of(make(), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"parallel": {"context": 0}}, "parallel.context.size: got 0"),
+        ({"parallel": {"context": {"size": 2, "method": "rings"}}}, "ring"),
+        ({"parallel": {"context": 2}, "compile": True}, "compile: got True, expected False"),
+        ({"parallel": {"context": 2}, "reproducible": True}, "reproducible: got .*expected False"),
+        ({"parallel": {"context": 2, "data": {"shard": 2}, "expert": 2}}, "parallel.expert: got 2, expected 1"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_axis(config, text):
+    with pytest.raises(paramp.ConfigError, match=text):
+        load(config)
