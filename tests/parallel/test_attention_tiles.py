@@ -21,11 +21,12 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["packed and padded", "hidden"])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_tiles_have_each_visible_pair_once(rule):
+def test_tiles_have_each_visible_pair_once(rule, kind):
     documents = None
     if rule.documents:
-        documents = Documents(documents_of(CASES["packed and padded"]), ONE)
+        documents = Documents(documents_of(CASES[kind]), ONE)
         rule = VisibleKeys(rule.causal, rule.window, documents)
     for cut, size, join in itertools.product(CUTS, (2, 4), (True, False)):
         layout = SequenceLayout(dist.GroupMember.NON_GROUP_MEMBER, 0, size, LENGTH, cut)
@@ -58,7 +59,7 @@ def by_definition(rule, query, key):
     if rule.documents is None:
         return visible.unsqueeze(0)
     theirs, others = rule.documents.whole[:, query], rule.documents.whole[:, key]
-    return visible & (theirs.unsqueeze(2) == others.unsqueeze(1)) & (others > 0).unsqueeze(1)
+    return visible & (theirs.abs().unsqueeze(2) == others.unsqueeze(1)) & (others > 0).unsqueeze(1)
 
 
 def test_a_causal_mask_gives_each_rank_the_same_work_and_needs_no_tensor():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from families import cases, family
+from families import cases, family, number, rarely
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
@@ -13,8 +13,9 @@ from torch.nn import functional as F
 import paramp
 from paramp.config.files import load
 from paramp.models.gpt import GPT, GPTConfig
+from paramp.parallel.context_axis import sequence_axis
 
-STEPS, BATCH, LENGTH, LR = 3, 4, 32, 0.5
+STEPS, BATCH, LENGTH, LR = number(3, 20), 4, 32, 0.5
 LAYOUTS = {
     "cp4": {"context": 4},
     "cp2·tp2": {"context": 2, "tensor": 2},
@@ -27,18 +28,20 @@ LAYOUTS = {
 }
 """On four ranks."""
 KINDS = ("GPT", "GPT mean", "Llama", "padded", "packed", "odd length", "window", "sinks")
+CELLS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if "GPT" in kind or "sp" not in layout]
 PART = [("Llama", "cp4 ring"), ("GPT", "fsdp2·cp2"), ("padded", "cp2·pp2"), ("packed", "cp4"), ("GPT mean", "cp2·tp2")]
 
 
-def small_gpt():
-    return GPT(GPTConfig(num_layers=2, num_heads=4, width=32, max_seq_len=LENGTH, vocab_size=100, init_std=0.06))
+def small_gpt(**options):
+    sizes = {"num_layers": 2, "num_heads": 8, "width": 32, "max_seq_len": LENGTH, "vocab_size": 100, "init_std": 0.06}
+    return GPT(GPTConfig(**sizes, **options))
 
 
 def pretrained(kind):
     import transformers
 
-    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 4}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64}
     if kind == "window":
         return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=7, **sizes))
     if kind == "sinks":
@@ -58,12 +61,12 @@ def batches(kind):
     for step in range(STEPS):
         tokens = torch.randint(1, 100, (BATCH, LENGTH - 3 * (kind == "odd length")), generator=generator)
         labels = tokens.clone()
-        labels[:, : 5 + step] = labels[1, 10:] = -100
+        labels[:, : 5 + step % 3] = labels[1, 10:] = -100
         batch = {"input_ids": tokens, "labels": labels}
         if kind == "padded":
             batch["attention_mask"] = torch.ones_like(tokens)
             batch["attention_mask"][2, 25:] = batch["attention_mask"][3, :6] = 0
-            labels[2, 25:] = labels[3, :6] = -100
+            labels[3, :6] = -100  # the loss of padding at the end counts, as it does on one process
         if kind == "packed":
             positions = torch.arange(LENGTH).repeat(BATCH, 1)
             positions[:, 11:] -= 11
@@ -102,8 +105,8 @@ def reference(kind):
     return found
 
 
-def train(context, kind, **options):
-    engine = engine_of(build(kind), CRITERIA.get(kind), functools.partial(torch.optim.SGD, lr=LR), **options)
+def train(context, kind, model=None):
+    engine = engine_of(model or build(kind), CRITERIA.get(kind), functools.partial(torch.optim.SGD, lr=LR))
     found = []
     for batch in batches(kind):
         batch = dict(zip(batch, own_part(context, *batch.values()), strict=True))
@@ -115,15 +118,56 @@ def train(context, kind, **options):
 
 
 @family
-@pytest.mark.parametrize(
-    ("kind", "layout"), cases("context axis", [(kind, layout) for kind in KINDS for layout in LAYOUTS], PART, 3)
-)
+@pytest.mark.parametrize(("kind", "layout"), cases("context axis", CELLS, PART, 3))
 @on_ranks(4)
 def test_losses_and_norms_are_those_of_one_process(world, kind, layout):
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1e9}) as context:
         engine, found = train(context, kind)
         assert sum(found, ()) == pytest.approx(sum(reference(kind), ()), rel=1e-5)
         assert not engine.check_replicas()
+
+
+def wide(kind):
+    """The model in fp64, in which transformers' norms do not compute."""
+    model = build(kind)
+    for name, module in [*model.named_modules()]:
+        if type(module).__name__.endswith("RMSNorm"):
+            model.set_submodule(name, nn.RMSNorm(module.weight.shape, module.variance_epsilon))
+    return model.double()
+
+
+def wide_loss(output, labels):
+    """Of the next tokens, in fp64, which transformers' own loss is not."""
+    logits = getattr(output, "logits", output)[:, :-1, :100].flatten(0, 1)
+    target = labels[:, 1:].flatten()
+    return F.cross_entropy(logits, target, reduction="sum"), (target != -100).sum()
+
+
+@pytest.mark.parametrize("method", ["ring", "all-gather", "ulysses"])
+@pytest.mark.parametrize("kind", rarely(("Llama", "padded", "packed", "window", "GPT"), "packed"))
+@on_ranks(8)
+def test_gradients_of_all_parameters_are_those_of_one_process_in_fp64(world, kind, method):
+    """To 1e-12 of their norm, or of 1e-3 of the largest one's: the gradient of a key's bias is 0."""
+    for size in (2, 4, 8):
+        config = {"parallel": {"context": {"size": size, "method": method}}, "precision": "64-true"}
+        with paramp.launch_from_torch(config) as context:
+            (batch, *_) = batches(kind)
+            labels = batch.pop("labels")
+            model = wide(kind)
+            loss, count = wide_loss(
+                model(batch["input_ids"]) if kind == "GPT" else model(**batch, use_cache=False), labels
+            )
+            (loss / count).backward()
+            engine = engine_of(wide(kind), wide_loss, functools.partial(torch.optim.SGD, lr=16.0))
+            batch = dict(zip(batch, own_part(context, *batch.values()), strict=True))
+            (labels,) = own_part(context, labels)
+            engine.forward_backward(batch["input_ids"] if kind == "GPT" else batch, labels)
+            engine.step()
+            found = engine.full_state_dict()
+            least = 1e-3 * max(float(value.grad.norm()) for value in model.parameters())
+            for name, value in model.named_parameters():
+                way, gradient = (value.detach() - found[name]) / 16, value.grad
+                assert (way - gradient).norm() <= 1e-12 * max(float(gradient.norm()), least), (size, name)
 
 
 @on_ranks(2)
@@ -179,15 +223,15 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
 
 
 @on_ranks(4)
-def test_a_checkpoint_goes_on_in_another_layout(world, folder):
+def test_a_checkpoint_goes_on_in_another_layout(world, tmp_path):
     with paramp.launch_from_torch({"parallel": {"context": 4}, "precision": "16-naive"}) as context:
         engine, _ = train(context, "Llama")
         saved = engine.full_state_dict()
-        engine.save(folder)
+        engine.save(tmp_path)
         engine.finish_saving()
     with paramp.launch_from_torch({"parallel": {"context": 2, "tensor": 2}, "precision": "16-naive"}) as context:
         engine = engine_of(build("Llama"), None, functools.partial(torch.optim.SGD, lr=LR))
-        engine.load(folder)
+        engine.load(tmp_path)
         loaded = engine.full_state_dict()
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
@@ -198,6 +242,43 @@ def test_checkpointed_blocks_attend_over_whole_sequences_again(world, every):
     config = {"parallel": {"context": 2}, "activation_checkpointing": every, "clip_grad_norm": 1e9}
     with paramp.launch_from_torch(config) as context:
         assert sum(train(context, "packed")[1], ()) == pytest.approx(sum(reference("packed"), ()), rel=1e-5)
+
+
+def dropout_gpt(context):
+    """Losses and norms of a GPT with dropout, and the seeds of its attention on all ranks, by data and tensor rank."""
+    seeds, attention = [], sequence_axis.attention
+
+    def seen(*args, **options):
+        seeds.extend([options["dropout_seed"]] if options["dropout"] else [])  # none in the trial
+        return attention(*args, **options)
+
+    sequence_axis.attention = seen
+    try:
+        torch.manual_seed(0)
+        found = train(context, "GPT", small_gpt(dropout=0.3))[1]
+    finally:
+        sequence_axis.attention = attention
+    everyone = [None] * context.world_size
+    torch.distributed.all_gather_object(everyone, (context.cp.rank, context.dp.rank, context.tp.rank, seeds))
+    return found, everyone
+
+
+@pytest.mark.parametrize("other", ["tensor", "data"])
+@on_ranks(4)
+def test_the_parts_of_a_sequence_have_one_seed_of_dropout_in_each_layer_and_step(world, other):
+    """And draw the same masks again where blocks are checkpointed."""
+    found = {}
+    for checkpointing in (None, "full"):
+        config = {"parallel": {"context": 2, other: 2}, "activation_checkpointing": checkpointing}
+        with paramp.launch_from_torch({key: value for key, value in config.items() if value}) as context:
+            found[checkpointing], everyone = dropout_gpt(context)
+        seeds = {}
+        for _, data, tensor, drawn in everyone:
+            assert seeds.setdefault((data, tensor), drawn) == drawn
+        drawn = [seed for row in seeds.values() for seed in row]
+        again = 1 if checkpointing is None else 2
+        assert len(drawn) == again * len({*drawn}) == again * 2 * 2 * STEPS  # layers, ranks of the other axis, steps
+    assert sum(found["full"], ()) == pytest.approx(sum(found[None], ()), rel=1e-5)
 
 
 class Counted(nn.Module):
@@ -248,7 +329,7 @@ REFUSED_BATCHES = {
     "pooled": (Pooled, lambda output, target: output.mean(), "expected the tokens in dim 1"),
     "masked": (Masked, lambda output, target: output.mean(), "other masks are not cut"),
     "mean of its own": (OwnLoss, None, "expected \\(sum, count\\)"),
-    "length": (lambda: Counted(torch.arange), summed_loss, "expected a multiple of 4"),
+    "length": (lambda: Counted(paramp.token_positions), summed_loss, "expected a multiple of 4"),
 }
 
 

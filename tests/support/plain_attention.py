@@ -41,8 +41,11 @@ LENGTHS = {
     "padded": [[48], [19, -29]],
     "left padded": [[-3, 45], [-26, 22]],
     "all padding": [[48], [-48]],
+    "hidden": [[6, 23, 19], [40, -8]],
 }
 """Of the documents of each row; negative: padding."""
+HIDDEN = {0: [*range(4), *range(20, 31)], 1: [*range(5), *range(33, 40)]}
+"""Of each row of ``hidden``, the tokens that nobody sees, though they see others."""
 
 CASES = {
     "causal": _case(),
@@ -81,13 +84,16 @@ CASES = {
 
 
 def documents_of(case: Case) -> torch.Tensor | None:
-    """(B, length): the number of each token's document."""
+    """(B, length): the number of each token's document, negative where nobody sees it."""
     if not case.documents:
         return None
     rows = []
     for lengths in LENGTHS[case.documents]:
         numbers = [torch.full((abs(count),), 0 if count < 0 else n + 1) for n, count in enumerate(lengths)]
         rows.append(torch.cat(numbers))
+    if case.documents == "hidden":
+        for row, places in HIDDEN.items():
+            rows[row][places] *= -1
     return torch.stack(rows)
 
 
@@ -122,7 +128,7 @@ def plain_attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     visible = visible.expand(q.shape[0], 1, length, length)
     documents = documents_of(case)
     if documents is not None:
-        same = documents.unsqueeze(2) == documents.unsqueeze(1)
+        same = documents.abs().unsqueeze(2) == documents.unsqueeze(1)
         visible = visible & (same & (documents > 0).unsqueeze(1)).unsqueeze(1)
     scores = scores.masked_fill(~visible, -1e300)
     if sinks is not None:

@@ -68,8 +68,9 @@ def attention(
         method: how ranks exchange, one of :data:`METHODS`. It does not matter for a single rank.
         causal: queries see no later keys.
         documents: (B, T) int, the number of each token's document, or :class:`Documents` of it, which spares each
-            layer a collective and a copy to the host. Queries see keys of their document only. 0 is padding: nobody
-            sees it, and its outputs and gradients are 0.
+            layer a collective and a copy to the host. Queries see keys of their document only. -n is padding of
+            document n: nobody sees it, and its queries see the document. 0 sees nobody either: its outputs and
+            gradients are 0.
         window: how many keys a causal query sees, itself included; without ``causal``, the greatest distance at which
             it sees one (transformers' ``sliding_window``).
         scale: of the products of queries and keys. None: 1 / sqrt(D).

@@ -59,6 +59,7 @@ class SequenceAxis:
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
         self._method = context.config.parallel.context.method
         self.multiple = 2 * axis.size
+        self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
         self._documents: tuple[ReferenceType[torch.Tensor], Documents] | None = None
 
     def layout(self, local_length: int) -> SequenceLayout:
@@ -80,7 +81,7 @@ class SequenceAxis:
 
     def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
         """The places of this rank's ``length`` tokens, (length,), int64."""
-        return self.layout(length).positions(self._rank, device)
+        return self.layout(length).positions(self._rank, "cpu" if device is None else device)
 
     def joined(self, output: Any, batch: Batch) -> Any:
         """The ``output`` of a model for the whole inputs of ``batch``; tensors with tokens in dim 1 are joined."""
@@ -113,18 +114,24 @@ class SequenceAxis:
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """Attention over the whole sequence, with the ``options`` of :func:`.context_attention.attention`.
 
-        ``documents``: (batch, 1, 1, tokens), 0 for padding. ``dropout`` draws its seed from torch's random stream.
+        ``documents``: (batch or 1, 1, 1, tokens) int, as there. ``dropout`` draws its seed from torch's random stream.
         """
         if options.get("dropout"):
             seed = torch.randint(2**62, (), device=query.device)
             dist.broadcast(seed, group=self._group, group_src=0)
             options["dropout_seed"] = int(seed)
-        layout, method = self.layout(query.shape[2]), self._method
+        layout, method = self.layout(query.shape[2]), str(self._method)
         if method == "auto":
             method = default_method(query.shape[1], key.shape[1], layout)
         if (documents := options.pop("documents")) is not None:
             documents = self._known(documents, query.shape[0], layout)
         return attention(query, key, value, layout=layout, method=method, documents=documents, **options)
+
+    def documents(self, seen: torch.Tensor) -> torch.Tensor:
+        """The documents of one sequence of which tokens are ``seen``, bool; the same for the same tensor."""
+        if self._last_seen is None or self._last_seen[0]() is not seen:
+            self._last_seen = ref(seen), numbers_of(seen)
+        return self._last_seen[1]
 
     def _known(self, numbers: torch.Tensor, batch: int, layout: SequenceLayout) -> Documents:
         """The documents of ``numbers``, (batch or 1, 1, 1, tokens); one exchange for all layers."""
@@ -132,6 +139,11 @@ class SequenceAxis:
             local = numbers[:, 0, 0].expand(batch, -1).long()
             self._documents = ref(numbers), Documents(local, layout)
         return self._documents[1]
+
+
+def numbers_of(seen: torch.Tensor) -> torch.Tensor:
+    """1 for tokens that are ``seen``, -1 for padding, which sees the others."""
+    return seen.bool() * 2 - 1
 
 
 class _Join(torch.autograd.Function):
@@ -194,4 +206,5 @@ def scaled_dot_product_attention(
             f"scaled_dot_product_attention: got {query.shape[1]} heads of queries and {key.shape[1]} of keys, expected "
             "as many, or enable_gqa=True"
         )
-    return ACTIVE[-1].attend(query, key, value, causal=is_causal, documents=attn_mask, scale=scale, dropout=dropout_p)
+    documents = None if attn_mask is None else ACTIVE[-1].documents(attn_mask)
+    return ACTIVE[-1].attend(query, key, value, causal=is_causal, documents=documents, scale=scale, dropout=dropout_p)

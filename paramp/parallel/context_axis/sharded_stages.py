@@ -19,6 +19,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import BATCH_NORMS, with_forward
 from ...base.trees import map_leaves, tensors
 from ...distributed.context import ParallelContext
+from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
 from .sequence_axis import SequenceAxis, length_of
@@ -107,7 +108,7 @@ def _sharded(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal tried
-        length = length_of(args, kwargs) if is_first else args[0].shape[1] * axis.size
+        length = length_of(args, kwargs) if is_first else _length_behind(args[0].shape[1] * axis.size, kwargs, axis)
         if not tried and ACTIVE:
             _try(stage, inputs, axis, context, args, kwargs, length, is_first)
             tried = True
@@ -115,6 +116,12 @@ def _sharded(
         return stage.forward(*args, **kwargs)
 
     return with_forward(stage, forward)
+
+
+def _length_behind(padded: int, kwargs: Mapping[str, Any], axis: SequenceAxis) -> int:
+    """The tokens of whole sequences in a later stage: of an input to which tokens were added up to ``padded``."""
+    lengths = {leaf.shape[1] for leaf in tensors(dict(kwargs)) if leaf.ndim > 1}
+    return max((one for one in lengths if one + -one % axis.multiple == padded), default=padded)
 
 
 @torch.no_grad()
@@ -143,11 +150,12 @@ def _try(
         module.training = False
     active = ACTIVE[:]
     try:
-        some_args, some_kwargs = inputs.cut(args, kwargs, tokens, axis)
-        found = axis.joined_tokens(stage.forward(*some_args, **some_kwargs), tokens)
-        ACTIVE.clear()
-        with inputs.whole():
-            expected = stage.forward(*args, **kwargs)
+        with forked(context.device):  # a run that goes on from a checkpoint tries once more
+            some_args, some_kwargs = inputs.cut(args, kwargs, tokens, axis)
+            found = axis.joined_tokens(stage.forward(*some_args, **some_kwargs), tokens)
+            ACTIVE.clear()
+            with inputs.whole():
+                expected = stage.forward(*args, **kwargs)
     finally:
         ACTIVE[:] = active
         for module in training:

@@ -48,7 +48,10 @@ class Documents:
     """
 
     def __init__(self, local: torch.Tensor, layout: SequenceLayout) -> None:
-        """``local``: (B, local length) int, each token's document; 0 is padding, which nobody sees."""
+        """``local``: (B, local length) int, each token's document.
+
+        -n is a token that nobody sees, and that sees document n; 0 one that sees nobody either.
+        """
         shards = [local.to(torch.int32).contiguous()]
         if layout.size > 1:
             gathered = shards[0].new_empty(layout.size * local.numel())
@@ -59,31 +62,35 @@ class Documents:
         self.tiles: dict[tuple[VisibleKeys, Segments, Segments, int, bool], tuple[Tile, ...]] = {}
         """What was asked for before (:meth:`VisibleKeys.tiles`)."""
         self._on_host = self.whole.cpu()
-        self._bounds: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._bounds: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, segments: Segments) -> torch.Tensor:
         """The documents of those tokens, (B, tokens)."""
         return torch.cat([self.whole[:, start:end] for start, end in segments], 1)
 
     def sees(self, queries: tuple[int, int], keys: tuple[int, int]) -> Sees:
-        """What these queries see of these keys, as far as it depends on documents. Padding may see anything."""
-        low, high = self._bounds_of(queries)
-        least, most = self._bounds_of(keys)
-        has_padding = (self._on_host[:, slice(*keys)] == 0).any(1)
-        none_asks = low > high  # all queries are padding
+        """What these queries see of these keys, as far as it depends on documents. Those of 0 may see anything."""
+        low, high = self._bounds_of(queries, hidden=True)
+        least, most = self._bounds_of(keys, hidden=False)
+        has_hidden = (self._on_host[:, slice(*keys)] <= 0).any(1)
+        none_asks = low > high  # all queries are of 0
         if bool((none_asks | (high < least) | (most < low)).all()):
             return Sees.NOTHING
-        alike = (low == least) & (high == most) & (low == high) & ~has_padding
+        alike = (low == least) & (high == most) & (low == high) & ~has_hidden
         return Sees.ALL if bool((none_asks | alike).all()) else Sees.MASKED
 
-    def _bounds_of(self, positions: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The lowest and the highest document of each sequence there, without padding; swapped if there is none."""
-        if positions not in self._bounds:
+    def _bounds_of(self, positions: tuple[int, int], *, hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lowest and the highest document of each sequence there, swapped if there is none.
+
+        ``hidden``: tokens that nobody sees count.
+        """
+        if (*positions, hidden) not in self._bounds:
             part = self._on_host[:, slice(*positions)]
+            part = part.abs() if hidden else part.clamp(min=0)
             limit = torch.iinfo(part.dtype).max
             lowest = part.masked_fill(part == 0, limit).amin(1)
-            self._bounds[positions] = lowest, part.amax(1).masked_fill(lowest == limit, 0)
-        return self._bounds[positions]
+            self._bounds[*positions, hidden] = lowest, part.amax(1).masked_fill(lowest == limit, 0)
+        return self._bounds[*positions, hidden]
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ class VisibleKeys:
         visible = visible.view(1, 1, *visible.shape)
         if self.documents is not None:
             theirs, others = self.documents.whole[:, first:last], self.documents.whole[:, begin:end]
-            same = (theirs.unsqueeze(2) == others.unsqueeze(1)) & (others != 0).unsqueeze(1)
+            same = (theirs.abs().unsqueeze(2) == others.unsqueeze(1)) & (others > 0).unsqueeze(1)
             visible = visible & same.unsqueeze(1)
         return visible
 

@@ -2,7 +2,7 @@
 
 The attention of transformers' models is looked up by name, and its mask made by the model; one of four dims passes
 unchanged. So the model gets, in place of a mask of padding, the number of each token's document, (batch, 1, 1, tokens),
-0 for padding, and attention reads it. Labels are shifted before they are cut.
+-1 for padding, and attention reads it. Labels are shifted before they are cut.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...distributed.token_positions import ACTIVE
-from ..context_axis.sequence_axis import SequenceAxis
+from ..context_axis.sequence_axis import SequenceAxis, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
 from .model_output import IGNORED
 
@@ -75,11 +75,13 @@ class PretrainedInputs(SequenceInputs):
             kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
+        first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        added = -length % axis.multiple
         if "position_ids" not in kwargs and self._takes("position_ids"):
-            first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
-            device = None if first is None else first.device
-            found["position_ids"] = axis.positions((length + -length % axis.multiple) // axis.size, device)[None]
-        if (documents := _documents(kwargs, length)) is not None:
+            found["position_ids"] = axis.positions((length + added) // axis.size, first.device)[None]
+        if (documents := _documents(kwargs)) is None and added:  # of which only later tokens are hidden by their places
+            documents = torch.ones(1, length, dtype=torch.long, device=first.device)
+        if documents is not None:
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
         if "labels" in kwargs:
             labels = kwargs["labels"]
@@ -112,11 +114,11 @@ def _padded(tensor: torch.Tensor, dim: int, length: int, axis: SequenceAxis, val
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, more), value=value) if more else tensor
 
 
-def _documents(inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
-    """The number of each token's document, (batch, tokens), 0 for padding; None if each sequence is one without any."""
+def _documents(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The number of each token's document, (batch, tokens), -1 for padding; None: each sequence is one without any."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return mask.long()
+        return numbers_of(mask)
     if positions is not None and positions.ndim == 2:
         starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
         return starts.cumsum(1) + 1
@@ -140,7 +142,7 @@ def context_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention by the interface of transformers: (batch, heads, tokens, features) to (batch, tokens, heads, features).
 
-    ``attention_mask``: the number of each token's document, (batch, 1, 1, tokens), 0 for padding.
+    ``attention_mask``: the number of each token's document, (batch, 1, 1, tokens), -1 for padding.
 
     Raises:
         ConfigError: it is called outside of an engine's forwards and backwards, or with a bias.
