@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from ..parallel.context_axis.sequence_axis import SequenceAxis
 
-ACTIVE: list[SequenceAxis] = []
+class CutSequences(Protocol):
+    """Sequences of which each of ``size`` ranks has a part."""
+
+    size: int
+
+    def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
+        """The places of this rank's ``length`` tokens."""
+
+
+ACTIVE: list[CutSequences] = []
 """The context axis of the engine that computes, the latest last; empty: sequences are whole."""
 
 

@@ -10,8 +10,7 @@ from parallel.test_context_attention import HALVES, ONE, compared, distances
 from plain_attention import CASES, LENGTH, documents_of
 
 from paramp.parallel.context_axis import attention_kernels, merged_attention
-from paramp.parallel.context_axis.attention_kernels import CudaKernel
-from paramp.parallel.context_axis.position_dropout import kept
+from paramp.parallel.context_axis.attention_kernels import CudaKernel, kept
 from paramp.parallel.context_axis.sequence_layout import CUTS, SequenceLayout
 from paramp.parallel.context_axis.visible_keys import Documents, Sees, VisibleKeys
 

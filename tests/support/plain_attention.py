@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paramp.parallel.context_axis.position_dropout import kept
+from paramp.parallel.context_axis.attention_kernels import kept
 
 SEED = 0x1234_5678_9ABC
 BATCH, LENGTH = 2, 48

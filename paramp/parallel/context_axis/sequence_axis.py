@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -76,7 +76,7 @@ class SequenceAxis:
         Each rank computes the same loss of it, and the engine averages over all ranks that have a part of the batch: so
         the gradient is ``size`` times that of this rank's tokens.
         """
-        joined: torch.Tensor = _Join.apply(local, dim, self)
+        joined: torch.Tensor = _JoinTokens.apply(local, dim, self)
         return joined
 
     def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
@@ -146,7 +146,7 @@ def numbers_of(seen: torch.Tensor) -> torch.Tensor:
     return seen.bool() * 2 - 1
 
 
-class _Join(torch.autograd.Function):
+class _JoinTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, dim: int, axis: SequenceAxis) -> torch.Tensor:
         ctx.dim, ctx.axis = dim, axis
@@ -160,6 +160,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return ctx.axis.cut(gradient, ctx.dim) * ctx.axis.size, None, None
+
+
+def active() -> SequenceAxis:
+    """The axis of the engine that computes."""
+    return cast(SequenceAxis, ACTIVE[-1])
 
 
 _plain = F.scaled_dot_product_attention
@@ -206,5 +211,5 @@ def scaled_dot_product_attention(
             f"scaled_dot_product_attention: got {query.shape[1]} heads of queries and {key.shape[1]} of keys, expected "
             "as many, or enable_gqa=True"
         )
-    documents = None if attn_mask is None else ACTIVE[-1].documents(attn_mask)
-    return ACTIVE[-1].attend(query, key, value, causal=is_causal, documents=documents, scale=scale, dropout=dropout_p)
+    documents = None if attn_mask is None else active().documents(attn_mask)
+    return active().attend(query, key, value, causal=is_causal, documents=documents, scale=scale, dropout=dropout_p)

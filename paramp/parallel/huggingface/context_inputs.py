@@ -18,7 +18,7 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...distributed.token_positions import ACTIVE
-from ..context_axis.sequence_axis import SequenceAxis, numbers_of
+from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
 from .model_output import IGNORED
 
@@ -156,7 +156,7 @@ def context_attention(
     if position_bias is not None:
         raise ConfigError(f"{kind}: attention with position_bias is not cut under parallel.context; set the size to 1")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    output = ACTIVE[-1].attend(
+    output = active().attend(
         query,
         key,
         value,
