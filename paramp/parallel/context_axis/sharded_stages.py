@@ -52,6 +52,14 @@ class SequenceInputs:
         """A context in which the model's attention is that of one process."""
         yield
 
+    def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword inputs of the trial: ``some`` has the first tokens of those of ``whole``."""
+        return some
+
+    def seen(self, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Which tokens are no padding, bool (batch, tokens); None: all. Outputs for padding may differ in the trial."""
+        return None
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,9 +150,10 @@ def _try(
 
     def first(_: str, leaf: Any) -> Any:
         has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
-        return leaf.narrow(1, 0, tokens) if has_tokens else leaf
+        return leaf.narrow(1, 0, tokens).contiguous() if has_tokens else leaf
 
-    args, kwargs = map_leaves(first, (args, dict(kwargs)), "inputs")
+    args, some = map_leaves(first, (args, dict(kwargs)), "inputs")
+    kwargs = inputs.tried(some, kwargs)
     training = [module for module in stage.modules() if module.training]
     for module in training:
         module.training = False
@@ -160,30 +169,34 @@ def _try(
         ACTIVE[:] = active
         for module in training:
             module.training = True
-    _compare(stage, found, expected, tokens, context)
+    _compare(stage, found, expected, tokens, inputs.seen(kwargs), context)
 
 
-def _compare(stage: nn.Module, found: Any, expected: Any, tokens: int, context: ParallelContext) -> None:
+def _compare(
+    stage: nn.Module, found: Any, expected: Any, tokens: int, seen: torch.Tensor | None, context: ParallelContext
+) -> None:
     worst = torch.zeros((), dtype=torch.float64, device=context.device)
     pairs = zip(tensors(found), tensors(expected), strict=True)
-    seen = False
+    compares = False
     for ours, theirs in ((local(ours), local(theirs)) for ours, theirs in pairs):
         if theirs.ndim < 2 or not theirs.is_floating_point():
             continue
-        seen = True
+        compares = True
         if ours.shape != theirs.shape or theirs.shape[1] != tokens:
             raise ConfigError(
                 f"parallel.context.size: {type(stage).__name__} returned {tuple(theirs.shape)} for {tokens} tokens, "
                 "expected the tokens in dim 1, because the axis cuts sequences; set it to 1"
             )
+        if seen is not None:
+            ours, theirs = ours[seen], theirs[seen]
         difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
         worst = torch.maximum(worst, difference)
     dist.all_reduce(worst, dist.ReduceOp.MAX, context.cp.group)
     most = LARGEST_DIFFERENCE[context.config.precision.compute]
-    if seen and not float(worst) <= most:
+    if compares and not float(worst) <= most:
         raise ConfigError(
             f"parallel.context.size: {type(stage).__name__} computes something else from a part of a sequence: its "
             f"outputs for the first {tokens} tokens are off by {float(worst):.2g} of their norm, expected at most "
-            f"{most:g}. It mixes tokens other than by attention, or counts their places itself "
-            "(paramp.token_positions counts them over all ranks); set the size to 1"
+            f"{most:g}. It mixes tokens other than by attention, attends over packed documents, or counts their places "
+            "itself (paramp.token_positions counts them over all ranks); set the size to 1"
         )

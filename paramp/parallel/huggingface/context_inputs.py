@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class PretrainedInputs(SequenceInputs):
                 f"parallel.context.size: {kind} computes attention of its own, expected a model of one sequence that "
                 "looks it up in transformers' AttentionInterface; set it to 1"
             )
+        _check_routers(config, f"the configuration of {kind}")
         AttentionInterface.register(NAME, context_attention)
         self._own = config._attn_implementation
         self._model.set_attn_implementation(NAME)
@@ -67,6 +69,18 @@ class PretrainedInputs(SequenceInputs):
         finally:
             self._model.set_attn_implementation(NAME)
 
+    def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        documents = None if whole.get("attention_mask") is not None else _documents(whole)
+        if documents is None or not bool(documents.diff(dim=1).any()):
+            return some
+        positions = some["position_ids"]  # some models attend over documents, which their first tokens do not show
+        halves = torch.arange(positions.shape[1], device=positions.device) % (positions.shape[1] // 2)
+        return {**some, "position_ids": halves.expand_as(positions)}
+
+    def seen(self, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        mask = kwargs.get("attention_mask")
+        return mask.bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,6 +88,7 @@ class PretrainedInputs(SequenceInputs):
         if len(args) > 1:
             kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        _check_routers(kwargs, "a batch")
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
         first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         added = -length % axis.multiple
@@ -106,6 +121,16 @@ class PretrainedInputs(SequenceInputs):
                 "dims, because parallel.context cuts sequences; leave it out, or set the size to 1"
             )
         return axis.cut(_padded(value, dim, length, axis, 0), dim)
+
+
+def _check_routers(options: Any, where: str) -> None:
+    """Raise a ConfigError if ``options``, a mapping or a configuration, ask for the loss of routers."""
+    get = options.get if isinstance(options, Mapping) else partial(getattr, options)
+    if get("output_router_logits", False):
+        raise ConfigError(
+            f"parallel.context.size: {where} has output_router_logits=True, which adds a loss of routers that is no "
+            "mean over tokens: each rank would take that of its own; expected False, or set the size to 1"
+        )
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int, axis: SequenceAxis, value: int) -> torch.Tensor:
@@ -155,6 +180,11 @@ def context_attention(
         )
     if position_bias is not None:
         raise ConfigError(f"{kind}: attention with position_bias is not cut under parallel.context; set the size to 1")
+    if attention_mask is not None and (attention_mask.is_floating_point() or attention_mask.shape[1:3] != (1, 1)):
+        raise ConfigError(
+            f"{kind}: its attention gets a mask of {attention_mask.dtype} and shape {tuple(attention_mask.shape)}, "
+            "expected the one of its model, because others are not cut under parallel.context; set the size to 1"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     output = active().attend(
         query,

@@ -1,0 +1,220 @@
+"""Models of transformers whose sequences are cut over the context axis, against one process in fp64, or refused."""
+
+import copy
+import functools
+import importlib
+import inspect
+
+import pytest
+import torch
+from families import cases, family
+from pool import on_ranks
+from small_engines import engine_of
+from torch import nn
+
+import paramp
+
+pytest.importorskip("transformers")
+
+from pretrained import DECODER, TOKENS
+
+STEPS, BATCH, LENGTH, WINDOW, LR = 3, 4, 32, 7, 0.05
+SIZES = {**DECODER, "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64}
+HEADS = {**SIZES, "head_dim": 8}
+WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **TOKENS}
+GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+OPT = {"vocab_size": 100, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+OPT |= {"max_position_embeddings": 64, "word_embed_proj_dim": 32, "dropout": 0.0, **TOKENS}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+MLA |= {"num_key_value_heads": 4}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1}
+ROUTED |= {"topk_group": 1}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+FAMILIES = {
+    "AFMoE": ("afmoe", "AfmoeForCausalLM", {**HEADS, **EXPERTS, **WINDOWS, "num_experts": 4, "num_dense_layers": 1}),
+    "Apertus": ("apertus", "ApertusForCausalLM", SIZES),
+    "Arcee": ("arcee", "ArceeForCausalLM", HEADS),
+    "BioGPT": ("biogpt", "BioGptForCausalLM", {**SIZES, **NO_DROPOUT}),
+    "BitNet": ("bitnet", "BitNetForCausalLM", SIZES),
+    "Cohere": ("cohere", "CohereForCausalLM", SIZES),
+    "Cohere2": ("cohere2", "Cohere2ForCausalLM", {**HEADS, **WINDOWS}),
+    "DeepSeek-V2": ("deepseek_v2", "DeepseekV2ForCausalLM", {**SIZES, **MLA, **ROUTED}),
+    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", {**SIZES, **MLA, **ROUTED, "n_group": 2}),
+    "DiffLlama": ("diffllama", "DiffLlamaForCausalLM", SIZES),
+    "dots1": ("dots1", "Dots1ForCausalLM", {**HEADS, **ROUTED}),
+    "ERNIE 4.5": ("ernie4_5", "Ernie4_5ForCausalLM", HEADS),
+    "EXAONE 4": ("exaone4", "Exaone4ForCausalLM", {**HEADS, "sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "FlexOlmo": ("flex_olmo", "FlexOlmoForCausalLM", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
+    "Gemma": ("gemma", "GemmaForCausalLM", HEADS),
+    "Gemma2": ("gemma2", "Gemma2ForCausalLM", {**HEADS, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
+    "Gemma3": ("gemma3", "Gemma3ForCausalLM", {**HEADS, **WINDOWS}),
+    "GLM": ("glm", "GlmForCausalLM", HEADS),
+    "GLM-4": ("glm4", "Glm4ForCausalLM", HEADS),
+    "GLM-4 MoE": ("glm4_moe", "Glm4MoeForCausalLM", {**HEADS, **ROUTED}),
+    "GPT-2": ("gpt2", "GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "GPTBigCode": ("gpt_bigcode", "GPTBigCodeForCausalLM", GPT2),
+    "GPT-NeoX": ("gpt_neox", "GPTNeoXForCausalLM", SIZES),
+    "GPT-OSS": ("gpt_oss", "GptOssForCausalLM", {**HEADS, **EXPERTS, "num_local_experts": 4, "sliding_window": WINDOW}),
+    "Granite": ("granite", "GraniteForCausalLM", {**SIZES, "attention_multiplier": 0.3}),
+    "Granite MoE": ("granitemoe", "GraniteMoeForCausalLM", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Helium": ("helium", "HeliumForCausalLM", HEADS),
+    "Hunyuan": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", HEADS),
+    "Llama": ("llama", "LlamaForCausalLM", SIZES),
+    "MiniCPM3": ("minicpm3", "MiniCPM3ForCausalLM", {**SIZES, **MLA}),
+    "MiniMax-M2": ("minimax_m2", "MiniMaxM2ForCausalLM", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Ministral": ("ministral", "MinistralForCausalLM", {**HEADS, "sliding_window": WINDOW}),
+    "Mistral": ("mistral", "MistralForCausalLM", {**SIZES, "sliding_window": WINDOW}),
+    "Mixtral": ("mixtral", "MixtralForCausalLM", {**SIZES, "num_local_experts": 4}),
+    "ModernBERT decoder": ("modernbert_decoder", "ModernBertDecoderForCausalLM", {**SIZES, "local_attention": 8}),
+    "nanochat": ("nanochat", "NanoChatForCausalLM", SIZES),
+    "Nemotron": ("nemotron", "NemotronForCausalLM", HEADS),
+    "OLMo": ("olmo", "OlmoForCausalLM", SIZES),
+    "OLMo 2": ("olmo2", "Olmo2ForCausalLM", SIZES),
+    "OLMo 3": ("olmo3", "Olmo3ForCausalLM", {**SIZES, **WINDOWS}),
+    "OLMoE": ("olmoe", "OlmoeForCausalLM", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
+    "OPT": ("opt", "OPTForCausalLM", OPT),
+    "Persimmon": ("persimmon", "PersimmonForCausalLM", {**SIZES, "num_key_value_heads": 4}),
+    "Phi": ("phi", "PhiForCausalLM", SIZES),
+    "Phi3": ("phi3", "Phi3ForCausalLM", {**SIZES, "original_max_position_embeddings": 64}),
+    "Qwen2": ("qwen2", "Qwen2ForCausalLM", {**SIZES, "use_sliding_window": True, **WINDOWS}),
+    "Qwen2 MoE": (
+        *("qwen2_moe", "Qwen2MoeForCausalLM"),
+        {**SIZES, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "Qwen3": ("qwen3", "Qwen3ForCausalLM", HEADS),
+    "Qwen3 MoE": ("qwen3_moe", "Qwen3MoeForCausalLM", {**HEADS, **EXPERTS, "num_experts": 4}),
+    "Seed-OSS": (
+        *("seed_oss", "SeedOssForCausalLM"),
+        {**HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "SmolLM3": ("smollm3", "SmolLM3ForCausalLM", {**SIZES, "no_rope_layers": [1, 0]}),
+    "StableLM": ("stablelm", "StableLmForCausalLM", SIZES),
+    "StarCoder2": ("starcoder2", "Starcoder2ForCausalLM", {**SIZES, "sliding_window": WINDOW}),
+}
+"""The module in transformers, the class, the options of its configuration; as in docs/models.md."""
+KINDS = ("padded", "packed")
+NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "OPT"})
+"""Those that attend from one packed document to another, as transformers' masks of them do."""
+RIGHT = frozenset({"Gemma2", "OPT"})
+"""Those whose padding is on the right: what sees nothing is NaN in fp64, or positions are counted without it."""
+EVERYTHING = [(name, kind) for name in FAMILIES for kind in KINDS if kind == "padded" or name not in NOT_PACKED]
+PART = [("Gemma3", "packed"), ("OPT", "padded")]
+NO_ATTENTION = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
+NEXT = {**NO_ATTENTION, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+NEXT |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+JAMBA = {**SIZES, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+CHUNKS = {**HEADS, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}
+ROUTERS = {**SIZES, "num_local_experts": 4, "output_router_logits": True}
+SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+REFUSED = {
+    "BLOOM": ("bloom", "BloomForCausalLM", {**SMALL, "n_head": 4}),
+    "Jamba": ("jamba", "JambaForCausalLM", JAMBA),
+    "LFM2": ("lfm2", "Lfm2ForCausalLM", {**SIZES, "layer_types": ["conv", "full_attention"]}),
+    "Llama 4": ("llama4", "Llama4ForCausalLM", CHUNKS),
+    "Mamba": ("mamba", "MambaForCausalLM", SMALL),
+    "MiniMax": ("minimax", "MiniMaxForCausalLM", {**NO_ATTENTION, "num_local_experts": 2}),
+    "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM", NEXT),
+    "RWKV": ("rwkv", "RwkvForCausalLM", SMALL),
+    "routers": ("mixtral", "MixtralForCausalLM", ROUTERS),
+}
+TEXTS = {
+    "BLOOM": "BloomForCausalLM computes attention of its own",
+    "Jamba": "'model.layers.0.mamba.conv1d' is a Conv1d, which mixes tokens",
+    "LFM2": "'model.layers.0.conv.conv' is a Conv1d, which mixes tokens",
+    "Llama 4": "Llama4ForCausalLM has layers of the type 'chunked_attention'",
+    "Mamba": "'backbone.layers.0.mixer.conv1d' is a Conv1d, which mixes tokens",
+    "MiniMax": "MiniMaxForCausalLM has layers of the type 'linear_attention'",
+    "Qwen3-Next": "'model.layers.0.linear_attn.conv1d' is a Conv1d, which mixes tokens",
+    "RWKV": "RwkvForCausalLM computes attention of its own",
+    "routers": "the configuration of MixtralForCausalLM has output_router_logits=True",
+}
+CONFIGURATIONS = {"gemma3": "Gemma3TextConfig", "llama4": "Llama4TextConfig"}
+
+
+def build(name):
+    """A model in fp32 whose weights are large enough to show mistakes, the same on every call."""
+    folder, kind, options = (FAMILIES | REFUSED)[name]
+    module = importlib.import_module(f"transformers.models.{folder}")
+    torch.manual_seed(5)
+    model_class = getattr(module, kind)
+    configuration = getattr(module, CONFIGURATIONS.get(folder, ""), model_class.config_class)
+    model = model_class(configuration(**copy.deepcopy(options)))
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.nan_to_num_().add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    if model._can_set_experts_implementation():  # the default has no fp64
+        model.set_experts_implementation("eager")
+    return model.train()
+
+
+def batches(name, kind):
+    """Batches in which tokens with a loss are unequally many in the parts of a sequence."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        tokens = torch.randint(3, 100, (BATCH, LENGTH), generator=generator)
+        labels = tokens.clone()
+        labels[:, : 5 + step] = labels[1, 10:] = -100
+        batch = {"input_ids": tokens, "labels": labels}
+        if kind == "padded":  # less than a window, beyond which some models compute NaN in fp64
+            batch["attention_mask"] = torch.ones_like(tokens)
+            padding = slice(27, None) if name in RIGHT else slice(6)
+            batch["attention_mask"][2, 27:] = batch["attention_mask"][3, padding] = 0
+            labels[2, 27:] = labels[3, padding] = -100
+        if kind == "packed":
+            positions = torch.arange(LENGTH).repeat(BATCH, 1)
+            positions[:, 11:] -= 11
+            positions[1, 20:] -= 9
+            batch["position_ids"] = positions
+        yield batch
+
+
+def reference(name, kind):
+    """Loss and gradient norm of each step in one process, in fp64."""
+    model, found = build(name).double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    options = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+    for batch in batches(name, kind):
+        loss = model(**batch, **options).loss
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found += [loss.item(), nn.utils.get_total_norm(gradients).item()]
+        optimizer.step()
+    return found
+
+
+@family
+@pytest.mark.parametrize(("name", "kind"), cases("context families", EVERYTHING, PART, 3))
+@on_ranks(2)
+def test_each_family_trains_as_in_one_process(world, name, kind):
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "clip_grad_norm": 1e9}):
+        engine, found = engine_of(build(name), None, functools.partial(torch.optim.SGD, lr=LR)), []
+        for batch in batches(name, kind):
+            found += [float(engine.forward_backward(batch)), float(engine.step().grad_norm)]
+            engine.zero_grad()
+        assert found == pytest.approx(reference(name, kind), rel=1e-5)
+
+
+@family
+@pytest.mark.parametrize("name", cases("refused families", [*REFUSED], ["Llama 4", "routers"], 2))
+@on_ranks(2)
+def test_layers_without_an_exchange_are_refused_by_name(world, name):
+    with (
+        paramp.launch_from_torch({"parallel": {"context": 2}}),
+        pytest.raises(paramp.ConfigError, match=TEXTS[name]),
+    ):
+        engine_of(build(name), None)
+
+
+@on_ranks(2)
+def test_batches_that_would_train_otherwise_are_errors(world):
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        with pytest.raises(paramp.ConfigError, match="attends over packed documents"):
+            engine_of(build("OPT"), None).forward_backward(next(batches("OPT", "packed")))
+        batch = {**next(batches("Mixtral", "padded")), "output_router_logits": True}
+        with pytest.raises(paramp.ConfigError, match="a batch has output_router_logits=True"):
+            engine_of(build("Mixtral"), None).forward_backward(batch)
