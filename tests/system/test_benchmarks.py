@@ -207,6 +207,13 @@ def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
         assert row["fraction"] == pytest.approx(row["check_seconds"] / row["step_seconds"] / 100)
 
 
+@on_ranks(2)
+def test_a_step_with_sequences_over_ranks_is_that_by_hand(world):
+    """The program ends with an error if the norms of their gradients differ."""
+    result = measured("context_axis", "--rounds 1 --layers 1 --width 64 --tokens 16")
+    assert result is None or list(result["medians"]) == ["by hand", "again", "paramp"]
+
+
 def test_the_cost_of_reproducible_is_a_ratio_in_the_same_chunks():
     sizes = "--layers 1 --widths 64 --head-size 8 --vocab-size 128 --seq-len 8 --batch-size 2 --rounds 1"
     (row,) = measured("reproducible", f"{sizes} --precision 32-true")["rows"]
