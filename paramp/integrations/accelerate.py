@@ -60,7 +60,8 @@ def adopt(accelerator: Any) -> Any:
 
     Raises:
         ConfigError: accelerate is not installed or too old, ``accelerator`` is no ``Accelerator``, or it uses what
-            steps or scales by itself: DeepSpeed, Megatron-LM, FSDP1, XLA, fp8, LBFGS or LOMO; or another device.
+            steps or scales by itself: DeepSpeed, Megatron-LM, FSDP1, XLA, fp8, LBFGS or LOMO; or context
+            parallelism, or another device.
     """
     _check_installed()
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -366,6 +367,11 @@ def _check_supported(accelerator: Any) -> None:
             "use 'fp16', 'bf16' or 'no', or paramp.initialize for float8",
         ),
         (device not in ("cpu", "cuda"), f"the device {device!r}", "use 'cpu' or 'cuda'"),
+        (
+            getattr(accelerator.parallelism_config, "cp_size", 1) > 1,
+            "ParallelismConfig with cp_size over 1, whose sums over the ranks of a sequence are not paramp's",
+            "use cp_size=1, or paramp.initialize with parallel.context",
+        ),
     ):
         if is_used:
             raise ConfigError(f"accelerator: it uses {what}; adopt does not support it; {instead}")

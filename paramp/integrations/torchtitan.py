@@ -54,7 +54,7 @@ INJECTED = "models.common.aux_loss.AuxLoss.Config"
 """That of losses whose gradient torchtitan adds in the backward, as if the loss scale were 1; after 0.3.0."""
 IN_CONFIG = (
     *("_owner", "build", "loss", "model_spec", "checkpoint.enable"),
-    *("training.dtype", "training.mixed_precision_param"),
+    *("training.dtype", "training.mixed_precision_param", "parallelism.context_parallel_degree"),
 )
 """What is used of a ``Trainer.Config``."""
 IN_TRAINER = (
@@ -79,7 +79,7 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
     Raises:
         ConfigError: torchtitan is not installed or lacks a name that is used here, ``config`` is of something else, or
             ``precision`` does not fit it: with ``float16`` the weights are not fp32, or a module, such as torchtitan's
-            routed experts, computes in bf16 whatever the precision.
+            routed experts, computes in bf16 whatever the precision; or sequences are cut over ranks.
     """
     for path in IN_PACKAGE:
         _torchtitan(path)
@@ -260,6 +260,12 @@ def _check_config(precision: str, config: Any) -> None:
     """Raise a ConfigError unless ``config`` has what is used here, and all of it computes in ``precision``."""
     require(precision in get_args(Dtype), "precision", precision, f"one of {', '.join(get_args(Dtype))}")
     _check_names(config, IN_CONFIG, "Trainer.Config")
+    require(
+        (degree := config.parallelism.context_parallel_degree) == 1,
+        "parallelism.context_parallel_degree",
+        degree,
+        "1, because the sums over the ranks of a sequence are torchtitan's; or paramp.initialize with parallel.context",
+    )
     if precision != "float16":
         return
     if config.training.dtype != "float32":

@@ -60,6 +60,7 @@ LAYOUTS = {
     "tp": lambda size: {"tp_size": size},
     "fsdp-tp": lambda size: {"dp_shard_size": size // 2, "tp_size": 2},
     "hsdp": lambda size: {"dp_replicate_size": 2, "dp_shard_size": size // 2},
+    "cp": lambda size: {"dp_shard_size": 1, "cp_size": size},
 }
 
 
@@ -592,6 +593,13 @@ def test_what_cannot_work_is_refused(attribute, value, message):
         setattr(holder, attribute, DistributedType[value] if attribute == "distributed_type" else value)
         with pytest.raises(paramp.ConfigError, match=message):
             adopt(accelerator)
+
+
+@on_ranks(2)
+def test_context_parallelism_is_refused(world):
+    refuses = r"cp_size over 1.*cp_size=1, or paramp\.initialize"
+    with accelerating(world, "cp", "no") as accelerator, pytest.raises(paramp.ConfigError, match=refuses):
+        adopt(accelerator)
 
 
 def test_optimizers_and_weights_that_cannot_work_are_refused():

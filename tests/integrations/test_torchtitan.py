@@ -174,6 +174,10 @@ def test_what_does_not_fit_is_refused(torchtitan):
     for other in (config.training, adopt(config)):
         with pytest.raises(ConfigError, match=r"expected a Trainer\.Config of torchtitan's"):
             adopt(other)
+    config.parallelism.context_parallel_degree = 2
+    with pytest.raises(ConfigError, match=r"context_parallel_degree: got 2, expected 1.*parallel\.context"):
+        adopt(config)
+    config.parallelism.context_parallel_degree = 1
     config.training.dtype = "bfloat16"
     with pytest.raises(ConfigError, match=r"training\.dtype: got 'bfloat16' with precision 'float16'"):
         adopt(config)

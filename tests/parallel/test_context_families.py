@@ -215,6 +215,8 @@ def test_batches_that_would_train_otherwise_are_errors(world):
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         with pytest.raises(paramp.ConfigError, match="attends over packed documents"):
             engine_of(build("OPT"), None).forward_backward(next(batches("OPT", "packed")))
+        with pytest.raises(paramp.ConfigError, match="counts their places itself"):
+            engine_of(build("OPT"), None).forward_backward(next(batches("Llama", "padded")))
         batch = {**next(batches("Mixtral", "padded")), "output_router_logits": True}
         with pytest.raises(paramp.ConfigError, match="a batch has output_router_logits=True"):
             engine_of(build("Mixtral"), None).forward_backward(batch)
