@@ -18,10 +18,13 @@ class Reproducible:
     """Samples in one forward. The number of microbatches follows from it."""
     slices: int = 8
     """Slices of each dim over which a plan shards a layer: a power of two, no less than the number of tensor ranks."""
+    sequence_slices: int = 1
+    """Slices of each sequence, computed one by one: a power of two, no less than the size of the context axis."""
 
     def __post_init__(self) -> None:
         require(self.chunk >= 1, "chunk", self.chunk, "an integer of 1 or more")
-        require(is_power_of_two(self.slices), "slices", self.slices, "a power of two, such as 8")
+        for name in ("slices", "sequence_slices"):
+            require(is_power_of_two(getattr(self, name)), name, getattr(self, name), "a power of two, such as 8")
 
 
 def is_power_of_two(number: int) -> bool:

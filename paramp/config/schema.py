@@ -166,8 +166,6 @@ class Config:
         if self.parallel.context.size > 1:
             why = f"because parallel.context.size is {self.parallel.context.size}"
             require(self.compile is False, "compile", self.compile, f"False, {why}, and its attention is not compiled")
-            whole = f"False, {why}, and sums over cut sequences are in no fixed order yet"
-            require(not self.reproducible, "reproducible", self.reproducible, whole)
 
     def _check_reproducible(self) -> None:
         """Check what would let bits depend on the layout."""
@@ -176,12 +174,26 @@ class Config:
         tensor, most, because = self.parallel.tensor.size, self.reproducible.slices, "because reproducible is set"
         fits = is_power_of_two(tensor) and tensor <= most
         require(fits, "parallel.tensor.size", tensor, f"a power of two, at most reproducible.slices {most}")
+        self._check_slices_of_sequences(self.reproducible.sequence_slices)
         mode = self.precision.name
         require(mode in MODES, "precision", mode, f"one of {', '.join(MODES)}, {because}")
         require(self.compile is False, "compile", self.compile, f"False, {because}")
         for name in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, name)
             require(value is None, name, value, f"None, {because}, and gradients are added up in float32")
+
+    def _check_slices_of_sequences(self, slices: int) -> None:
+        """Check how sequences are cut over the context axis."""
+        context = self.parallel.context
+        fits = is_power_of_two(context.size) and context.size <= slices
+        most = f"a power of two, at most reproducible.sequence_slices {slices}"
+        require(fits, "parallel.context.size", context.size, most)
+        if slices > 1:
+            why = f"because reproducible.sequence_slices is {slices}"
+            ways = "auto", "all-gather"
+            require(context.method in ways, "parallel.context.method", context.method, f"{' or '.join(ways)}, {why}")
+            sliced, key = self.parallel.sequence_parallel, "parallel.sequence_parallel"
+            require(not sliced, key, sliced, f"False, {why}, and tensor ranks would have parts of these slices")
 
     @property
     def compile_options(self) -> dict[str, Any] | None:

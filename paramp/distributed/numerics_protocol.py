@@ -62,6 +62,10 @@ class Numerics:
         )
         return styles
 
+    def sequence_axis(self) -> Any:
+        """How sequences are cut, if in a way of its own; else None. Called after :meth:`prepare`."""
+        return None
+
     def watch(self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, Any]) -> None:
         """The model is partitioned. Called before activation checkpointing changes forwards.
 

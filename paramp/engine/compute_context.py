@@ -69,11 +69,7 @@ class ComputeContext:
     @staticmethod
     def in_layout(context: ParallelContext, numerics: Numerics = DEFAULT) -> ComputeContext:
         """The context of an engine in ``context``."""
-        config, sharded, axis = context.config, context.tensor_axis.size > 1, None
-        if context.cp.size > 1:
-            from ..parallel.context_axis.sequence_axis import SequenceAxis
-
-            axis = SequenceAxis(context)
+        config, sharded, axis = context.config, context.tensor_axis.size > 1, sequence_axis(context, numerics)
         return ComputeContext(config.precision, context.device, config.emulate_fp16, sharded, numerics, axis)
 
     @functools.cached_property
@@ -118,6 +114,16 @@ class ComputeContext:
         from ..parallel.tensor.sharded_loss import vocab_parallel_loss
 
         return vocab_parallel_loss(others=not in_model, computes=not self.numerics.computes_cross_entropy)
+
+
+def sequence_axis(context: ParallelContext, numerics: Numerics) -> SequenceAxis | None:
+    """How sequences are cut in ``context``; None: they are whole."""
+    axis: SequenceAxis | None = numerics.sequence_axis()
+    if axis is None and context.cp.size > 1:
+        from ..parallel.context_axis.sequence_axis import SequenceAxis
+
+        axis = SequenceAxis(context)
+    return axis
 
 
 class CheckedCriterion:

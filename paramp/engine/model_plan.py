@@ -21,6 +21,7 @@ from ..parallel.model_families import UserPlan, adapter_for, is_of_experts
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
 from ..precision.experts import check_grouped_products
 from ..precision.float8_layers import Choice, choose_layers
+from .compute_context import sequence_axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -86,12 +87,12 @@ def plan_model(
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
     stages = adapter.stages(config.parallel.pipeline, styles)
     check_stages(stages, context)
-    if context.cp.size > 1:
+    if (axis := sequence_axis(context, numerics)) is not None:
         from ..parallel.context_axis.sharded_stages import shard_stages
 
         inputs = adapter.sequence_inputs()
         inputs.check(model)
-        stages, own_loss = shard_stages(stages, inputs, own_loss, context)
+        stages, own_loss = shard_stages(stages, inputs, own_loss, axis, context)
     ties = shared_parameters(names_of, stages, context)
     blocks = repeated_blocks(model)
     return ModelPlan(

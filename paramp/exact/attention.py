@@ -55,7 +55,7 @@ def attention(
     groups = key.shape[1]
     masks = _split_mask(attn_mask, heads, groups)
     if dropout_p:
-        dropped = noise(torch.Size([*query.shape[:3], key.shape[2]]), dropout_p, _computing(query))
+        dropped = noise(torch.Size([*query.shape[:3], key.shape[2]]), dropout_p, computing(query))
         call: Callable[..., torch.Tensor] = partial(_with_noise, is_causal=is_causal, scale=scale)
         parts = zip(*(_split(one, groups) for one in (query, key, value)), masks, _split(dropped, groups), strict=True)
     else:
@@ -85,8 +85,8 @@ def _with_noise(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention whose weights are multiplied with ``noise``; as torch's own with ``dropout_p``, in fp32 or wider."""
-    query, key, value = _computing(query), _computing(key), _computing(value)
-    mask = _computing(mask) if mask is not None and mask.is_floating_point() else mask
+    query, key, value = computing(query), computing(key), computing(value)
+    mask = computing(mask) if mask is not None and mask.is_floating_point() else mask
     dtype = query.dtype
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = _wide(query), _wide(key), _wide(value)
@@ -101,7 +101,7 @@ def _with_noise(
         return (weights * _wide(noise) @ value).to(dtype)
 
 
-def _computing(tensor: torch.Tensor) -> torch.Tensor:
+def computing(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as autocast, if it is active, casts what is multiplied."""
     return tensor.to(compute_dtype(tensor))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect, redispatch_function
+from ..distributed.token_positions import ACTIVE
 from . import attention as products
 from . import covered_functions as names
 from .divided_features import check_broadcast, divided_features
@@ -26,7 +27,12 @@ from .elementwise import elementwise, expanded, gated, with_expanded_operands
 from .masks import Masks
 from .running_modules import Forwards
 
+if TYPE_CHECKING:
+    from .exact_sequence_axis import ExactSequenceAxis
+
 expect("torch._ops")
+_OF_PARAMETERS = "data_ptr", "size", "stride", "dim", "numel", "is_floating_point", "register_hook", "__set__"
+"""Functions of parameters that read no values."""
 Call = Callable[..., Any]
 
 
@@ -35,12 +41,19 @@ class ExactFunctions(TorchFunctionMode):
 
     Args:
         masks: of its dropout.
+        sequences: how sequences are cut; None: they are whole.
         replaced: functions of torch, and what is called instead of them, with the same arguments.
     """
 
-    def __init__(self, forwards: Forwards, masks: Masks, replaced: Mapping[Call, Call] | None = None) -> None:
+    def __init__(
+        self,
+        forwards: Forwards,
+        masks: Masks,
+        replaced: Mapping[Call, Call] | None = None,
+        sequences: ExactSequenceAxis | None = None,
+    ) -> None:
         super().__init__()
-        self._forwards, self._masks = forwards, masks
+        self._forwards, self._masks, self._sequences = forwards, masks, sequences
         self._tensor_size = forwards.layout.tensor_size
         self._replaced = dict(replaced or {})
         self._rules = self._made_rules()
@@ -59,6 +72,8 @@ class ExactFunctions(TorchFunctionMode):
         if self._is_sharded and name != "__get__":
             self._check_parameters(name, [*args, *kwargs.values()])
             self._check_features(name, args, kwargs)
+        if self._forwards.sees_parts and name not in ("__get__", *_OF_PARAMETERS):
+            self._check_tokens(name, [*args, *kwargs.values()])
         if name in names.SHAPES:
             return func(*args, **kwargs)
         if func in self._replaced:
@@ -108,7 +123,7 @@ class ExactFunctions(TorchFunctionMode):
     def _arithmetic(self, func: Call, args: Any, kwargs: Any) -> Any:
         if kwargs.get("alpha", 1) not in (1, -1) or kwargs.get("rounding_mode") is not None:
             return self._elementwise(func, args, kwargs)  # in vectors a fused multiply-add
-        if not self._forwards.fused or "out" in kwargs:
+        if not (self._forwards.fused or self._forwards.sees_parts) or "out" in kwargs:
             return func(*args, **kwargs)
         if self._is_sharded:
             check_broadcast(
@@ -130,11 +145,15 @@ class ExactFunctions(TorchFunctionMode):
                 f"reproducible: scaled_dot_product_attention in {self._module} got an attn_mask of the shape "
                 f"{(*mask.shape,)} that requires gradients, expected one for each head where heads are sharded"
             )
+        if self._sequences is not None and ACTIVE:
+            return self._sequences.scaled_dot_product_attention(*args, **kwargs)
         return products.attention(self._masks.attention_noise, *args, **kwargs)
 
     def _product(self, func: Call, args: Any, kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         if "out" in kwargs or min(tensor.ndim for tensor in tensors[-2:]) < 3:
+            return self._others(func, args, kwargs)
+        if self._forwards.sees_parts and tensors[-2].shape[-1] != 1:  # a product of one term is rounded once
             return self._others(func, args, kwargs)
         return (products.baddbmm if func.__name__ == "baddbmm" else products.matmul)(*args, **_renamed(kwargs))
 
@@ -170,6 +189,15 @@ class ExactFunctions(TorchFunctionMode):
 
     def _others(self, func: Call, args: Any, kwargs: Any) -> Any:
         """Functions that only run where each tensor rank has whole features."""
+        if self._forwards.sees_parts and func.__name__ not in names.EXACT - {"linear"}:
+            floating = [one for one in args if isinstance(one, torch.Tensor) and one.is_floating_point()]
+            if floating:
+                raise ConfigError(
+                    f"reproducible.sequence_slices: {func.__name__} in {self._module} got tokens whose number differs "
+                    "between ranks of the context axis, expected elementwise functions, attention, softmax over the "
+                    "last dim and dropout; call it in a module that has parameters of its own, which computes slices, "
+                    "or set it to 1"
+                )
         of_two = func.__name__ in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor)
         if self._is_sharded and func.__name__ not in names.EXACT and not of_two:
             raise ConfigError(
@@ -179,6 +207,14 @@ class ExactFunctions(TorchFunctionMode):
                 "call it behind the rowwise layer, or leave these layers out of the plan"
             )
         return func(*args, **kwargs)
+
+    def _check_tokens(self, name: str, args: Any) -> None:
+        """Raise a ConfigError for a parameter whose gradient would be added up over this rank's tokens."""
+        if any(isinstance(value, nn.Parameter) and value.requires_grad for value in args):
+            raise ConfigError(
+                f"reproducible.sequence_slices: {name} in {self._module} got a parameter of another module, expected "
+                "it in the forward of the module that has it, which computes slices; or set it to 1"
+            )
 
     def _check_features(self, name: str, args: Any, kwargs: Any) -> None:
         """Raise a ConfigError for what divides or reorders features, of which each tensor rank has some."""

@@ -21,6 +21,10 @@ class ExactLayout:
     """The ranks of the tensor axis; None if there is one only."""
     sequence_parallel: bool = False
     """Whether tensor ranks have slices of the sequence between sharded layers."""
+    sequence_slices: int = 1
+    """Slices into which each sequence is cut, over all ranks of the context axis; 1: sequences are whole."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks of the context axis; None if there is one only."""
 
     @property
     def tensor_size(self) -> int:
@@ -36,6 +40,26 @@ class ExactLayout:
     def local_slices(self) -> int:
         """The slices of a sharded dim that this rank has."""
         return self.slices // self.tensor_size
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether sequences are computed in slices."""
+        return self.sequence_slices > 1
+
+    @property
+    def context_size(self) -> int:
+        """The number of ranks of the context axis, each of which has consecutive slices of a sequence."""
+        return 1 if self.context_group is None else self.context_group.size()
+
+    @property
+    def context_rank(self) -> int:
+        """This rank on the context axis."""
+        return 0 if self.context_group is None else self.context_group.rank()
+
+    @property
+    def local_sequence_slices(self) -> int:
+        """The slices of a sequence that this rank has."""
+        return self.sequence_slices // self.context_size
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from .exact_experts import ExactExperts
+    from .exact_sequence_axis import ExactSequenceAxis
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 VALUES = ":4096:8", ":16:8"
@@ -68,6 +69,7 @@ class ExactNumerics(Numerics):
     _forwards: Forwards
     _functions: ExactFunctions
     _run: MicrochunkRun
+    _sequences: ExactSequenceAxis | None
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.reproducible, Reproducible)
@@ -103,8 +105,22 @@ class ExactNumerics(Numerics):
         tensor, config = context.tensor_axis, self._config
         group = tensor.group if tensor.size > 1 else None
         sequence_parallel = config.parallel.sequence_parallel
-        layout = ExactLayout(context.config.seed, self._how.chunk, self._how.slices, group, sequence_parallel)
-        self._forwards = Forwards(layout, self._position)
+        layout = ExactLayout(
+            seed=context.config.seed,
+            microchunk=self._how.chunk,
+            slices=self._how.slices,
+            tensor_group=group,
+            sequence_parallel=sequence_parallel,
+            sequence_slices=self._how.sequence_slices,
+            context_group=context.cp.group if context.cp.size > 1 else None,
+        )
+        self._forwards, self._sequences = Forwards(layout, self._position), None
+        if layout.cuts_sequences:
+            from .exact_sequence_axis import ExactSequenceAxis
+            from .sliced_sequences import check_sequences
+
+            check_sequences(model)
+            self._sequences = ExactSequenceAxis(context, self._forwards, self.computing)
 
     def _position(self) -> Position:
         return self._run.position
@@ -118,13 +134,23 @@ class ExactNumerics(Numerics):
 
         layout, size = self._forwards.layout, self._config.parallel.expert
         self._experts = exact_experts(adapter.model, adapter.resolved_experts(plan), size, self._forwards)
+        if self._experts and layout.cuts_sequences:
+            raise ConfigError(
+                f"reproducible.sequence_slices: {next(iter(self._experts))!r} is a mixture of experts, whose rows "
+                "have no slices of the sequence; set it to 1, and parallel.context to 1"
+            )
         own = adapter.resolved(plan if plan is not None else _plan_of(adapter, layout, layout.sequence_parallel))
-        with_sequence = own if plan is not None else adapter.resolved(_plan_of(adapter, layout, True))
+        is_known = plan is not None or layout.cuts_sequences  # slices of sequences are cut already
+        with_sequence = own if is_known else adapter.resolved(_plan_of(adapter, layout, True))
         own, with_sequence = (
             {name: style for name, style in styles.items() if name not in self._experts}
             for styles in (own, with_sequence)
         )
         return sliced_plan(adapter.model, own, with_sequence, self._forwards) | self._experts
+
+    def sequence_axis(self) -> ExactSequenceAxis | None:
+        """Sequences are cut into slices on one rank of the context axis too."""
+        return self._sequences
 
     def watch(
         self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, ParallelStyle]
@@ -145,8 +171,11 @@ class ExactNumerics(Numerics):
             divided={name for name, found in stages_of.items() if len(found) > 1},
             unsliced=[name for name, style in styles.items() if isinstance(style, ScatterSequence)],
         )
-        replaced = {F.cross_entropy: partial(cross_entropy, self._forwards.layout)}
-        self._functions = ExactFunctions(self._forwards, masks, replaced)
+        loss: Callable[..., torch.Tensor] = partial(cross_entropy, self._forwards.layout)
+        replaced = {F.cross_entropy: loss if self._sequences is None else self._sequences.of_whole_rows(loss)}
+        self._functions = ExactFunctions(self._forwards, masks, replaced, self._sequences)
+        if self._sequences is not None:
+            self._sequences.masks = masks
         for stage in local:
             self._forwards.watch(stage, names)
 
@@ -174,6 +203,10 @@ class ExactNumerics(Numerics):
         own = dict(zip(context.local_stages, (stage.module for stage in stages), strict=True))
         shared = self._experts if context.config.parallel.expert > 1 else {}
         ties, of_experts = gradients.assign_stages(own, params.first_names, shared)
+        if self._sequences is not None:
+            from .sliced_sequences import slice_sequences
+
+            slice_sequences(stages.module, self._forwards)
         _attach(stages.module, ties)
         for name, taps in of_experts.items():
             module, _, parameter = name.rpartition(".")

@@ -41,18 +41,27 @@ class Masks:
         self._check(input, p)
         shape = torch.Size([*input.shape[:2], *[1] * (input.ndim - 2)]) if features else input.shape
         dim = self._sharded_dim(input)
+        if self._layout.cuts_sequences and (features or input.ndim != 3):
+            raise ConfigError(
+                f"reproducible.sequence_slices: dropout in {self._module} got a tensor of the shape "
+                f"{(*input.shape,)}{' whose whole channels are dropped' if features else ''}, expected (samples, "
+                "tokens, features) and F.dropout; set it to 1"
+            )
         if features and dim is not None and dim != 1:
             raise ConfigError(
                 f"reproducible: dropout of whole channels in {self._module} got a tensor of the shape "
                 f"{(*input.shape,)} that is sharded over dim {dim}, expected one that is replicated or sharded over "
                 "dim 1; use F.dropout"
             )
-        return input * self._noise(shape, p, input, dim)
+        return input * self._noise(shape, p, input, dim, 1)
 
-    def attention_noise(self, shape: torch.Size, p: float, like: torch.Tensor) -> torch.Tensor:
-        """What attention weights of ``shape``, (samples, this rank's heads, queries, keys), are multiplied with."""
+    def attention_noise(self, shape: torch.Size, p: float, like: torch.Tensor, *, rows: bool = False) -> torch.Tensor:
+        """What attention weights of ``shape``, (samples, this rank's heads, queries, keys), are multiplied with.
+
+        ``rows``: the queries are this rank's tokens.
+        """
         self._check(like, p)
-        return self._noise(shape, p, like, 1 if self._forwards.fused else None)
+        return self._noise(shape, p, like, 1 if self._forwards.fused else None, 2 if rows else None)
 
     def _check(self, input: torch.Tensor, p: float) -> None:
         if not 0 <= p <= 1:
@@ -92,21 +101,30 @@ class Masks:
         name = self._forwards.innermost
         return any(name == one or name.startswith(f"{one}.") for one in self._unsliced)
 
-    def _noise(self, shape: torch.Size, p: float, like: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """0 with probability ``p``, else 1 / (1 - p); for each sample this rank's part along ``dim``."""
+    def _noise(
+        self, shape: torch.Size, p: float, like: torch.Tensor, dim: int | None, tokens: int | None
+    ) -> torch.Tensor:
+        """0 with probability ``p``, else 1 / (1 - p); for each sample this rank's part along ``dim``, and of
+        ``tokens``, the dim of what the context axis cuts."""
         name, *draw = self._draw()
         layout, at = self._layout, self._forwards.position()
         local = list(shape[1:])
         whole = [*local]
-        if dim is not None:
-            whole[dim - 1] *= layout.tensor_size
+        cut: list[tuple[int, int]] = []
+        for axis, rank, size in (
+            (dim, layout.tensor_rank, layout.tensor_size),
+            (tokens, layout.context_rank, layout.context_size),
+        ):
+            if axis is not None and size > 1:
+                whole[axis - 1] *= size
+                cut.append((axis - 1, rank))
         parts = []
         for sample in range(at.first_sample, at.first_sample + shape[0]):
             generator = torch.Generator(like.device)
             generator.manual_seed(derive_seed(layout.seed, at.step, at.call, name, *draw, sample))
             drawn = torch.rand(whole, generator=generator, device=like.device, dtype=torch.float32) >= p
-            if dim is not None:
-                drawn = drawn.narrow(dim - 1, layout.tensor_rank * local[dim - 1], local[dim - 1])
+            for axis, rank in cut:
+                drawn = drawn.narrow(axis, rank * local[axis], local[axis])
             parts.append(drawn)
         kept = torch.stack(parts).to(like.dtype)
         return kept.div_(1 - p) if p < 1 else kept

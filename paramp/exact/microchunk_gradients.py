@@ -85,7 +85,7 @@ class MicrochunkGradients(GradientReduction):
         Each gradient is of the uses of the parameter under one name, in the shape of its local part. Experts have
         gradients of the microchunks of all ranks that share them.
         """
-        rank, params = self._context.batch_axis.rank, self._stages[stage]
+        rank, params = self._context.dp.rank, self._stages[stage]
         yield from ((param.name, param, param.local_gradient, rank) for param in params if self._has_one(param))
         for tap in self._taps[stage]:
             if tap.microchunk is not None:
@@ -130,9 +130,37 @@ class MicrochunkGradients(GradientReduction):
         experts = [[tap.pop() for tap in taps] for taps in self._experts[stage].values()]
         if not self._in_call:  # it is computed again, for a diagnosis
             return
-        self._trees[stage].add(index, [*self._take(self._stages[stage]), *others])
+        names = [one.name for one in (*self._stages[stage], *self._taps[stage])]
+        terms = self._over_context([*self._take(self._stages[stage]), *others], names)
+        self._trees[stage].add(index, terms)
         for source, terms in enumerate(zip(*experts, strict=True)):
             self._expert_trees[stage].add(source * self._num_microchunks + index, [*terms])
+
+    def _over_context(self, found: Terms, names: Sequence[str]) -> Terms:
+        """The sums over the ranks of the context axis of what each has ``found`` for its slices of the sequence.
+
+        Raises:
+            RuntimeError: on each of them: not all have a gradient of the same parameters, by ``names``.
+        """
+        axis = self._context.cp
+        if axis.size == 1 or not found:
+            return found
+        counts = _presence_of(found, self._context.device)
+        dist.all_reduce(counts, group=axis.group)
+        for name, count in zip(names, counts.tolist(), strict=True):
+            if count not in (0, axis.size):
+                raise RuntimeError(
+                    f"reproducible: {count:g} of {axis.size} ranks of the context axis have a gradient of {name!r}, "
+                    "expected all or none: the forward depends on the tokens that a rank has; set parallel.context to 1"
+                )
+        terms = [value for value in found if value is not None]
+        if not terms:
+            return found
+        flat = torch.cat([value.reshape(-1) for value in terms])
+        sum_over_(flat, axis.group)
+        parts = zip(flat.split([value.numel() for value in terms]), terms, strict=True)
+        sums = iter([part.view(value.shape) for part, value in parts])
+        return [None if value is None else next(sums) for value in found]
 
     def _take(self, params: Sequence[FlatParam]) -> Terms:
         """The gradients that the last microchunk gave to ``params``, in fp32; they are dropped where they were."""
@@ -167,7 +195,7 @@ class MicrochunkGradients(GradientReduction):
 
         ``of_experts``: over those that have the same experts; the others' microchunks are in ``found``.
         """
-        axis, device = self._context.experts_axis if of_experts else self._context.batch_axis, self._context.device
+        axis, device = self._context.experts_axis if of_experts else self._context.dp, self._context.device
         if axis.size == 1 or not params:
             return found
         values = [
@@ -268,7 +296,7 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
         if not params:
             return found
         parallel, device = self._context.config.parallel, self._context.device
-        count = parallel.shard // (parallel.expert if of_experts else 1)
+        count = parallel.shard * parallel.context.size // (parallel.expert if of_experts else 1)
         lengths = [*(param.reserved for param in params), len(params)]
         present = _presence_of(found, device).expand(count, -1)
         shards = torch.cat([*(_shards(*pair, count, device) for pair in zip(params, found, strict=True)), present], 1)
@@ -278,9 +306,12 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
         return _without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)
 
     def _own_shard(self, shards: torch.Tensor, of_experts: bool) -> torch.Tensor:
-        """This rank's row of the sum of ``shards`` over data ranks, which are numbered along the mesh's axes."""
+        """This rank's row of the sum of ``shards`` over data ranks, which are numbered along the mesh's axes.
+
+        Ranks of the context axis, the last of these, have the same, and other rows.
+        """
         context = self._context
-        mesh = context.mesh if of_experts else context.shard_mesh
+        mesh = context.mesh if of_experts or context.cp.size > 1 else context.shard_mesh
         names = mesh.mesh_dim_names or ()
         roles = {name: context.roles.get(name, "shard") for name in names}  # its own axis, of ranks with other experts
         for dim, name in reversed([*enumerate(names)]):
@@ -288,7 +319,7 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
                 shards = sum_over(shards, mesh.get_group(dim))
             elif roles[name] == "shard":
                 shards = own_slice_of_sum(shards, mesh.get_group(dim), 0)
-        return shards[0]
+        return shards[context.cp.rank]
 
 
 def _shards(param: FlatParam, value: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor:

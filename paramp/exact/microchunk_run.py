@@ -46,8 +46,9 @@ class MicrochunkTotals(LossTotals):
     def terms(self) -> torch.Tensor:
         """The totals on the first rank of the world, and zeros on the others. A collective of the world."""
         context, calls = self._context, self._position().call + 1
+        counts = context.counts_loss and context.cp.rank == 0  # others have the same loss of whole sequences
         each = torch.zeros(calls, self.num_microchunks, 4, dtype=torch.float64, device=context.device)
-        for (call, microchunk), parts in self._terms.items() if context.counts_loss else ():
+        for (call, microchunk), parts in self._terms.items() if counts else ():
             each[call, microchunk] = parts
         if context.world_size > 1:
             all_reduce_(each)  # exact: one rank has each term, the others zeros
@@ -73,7 +74,7 @@ class MicrochunkRun:
         context = losses.context
         self._layout, self._gradients = layout, gradients
         self._losses, self._batches, self._step_counts = losses, batches, step_counts
-        self._axis, self._device = context.batch_axis, context.device
+        self._axis, self._device = context.dp, context.device
         self._pipeline = context.config.parallel.pipeline
         self._accumulation = context.config.gradient_accumulation
         self._in_first_call = self._num_microchunks = 1

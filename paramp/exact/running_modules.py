@@ -38,10 +38,12 @@ class Forwards:
         fused: 0 if activations have all features. Behind a colwise layer of the plan, until a rowwise one, they may be
             sharded in their features or heads, on one tensor rank too: then the number of its fused outputs, 3 for
             query, key and value, each of which is sharded. A plain tensor does not show it.
+        slicing: whether a module computes one slice of the sequence.
     """
 
     def __init__(self, layout: ExactLayout, position: Callable[[], Position] = Position) -> None:
         self.layout, self.position, self.fused = layout, position, 0
+        self.slicing = False
         self._running: list[Forward] = []
         self._counts: Counter[str] = Counter()
         self._repeated: set[str] = set()
@@ -104,6 +106,30 @@ class Forwards:
             return output
 
         return run
+
+    @contextmanager
+    def in_slice(self) -> Iterator[None]:
+        """A context for a forward of one slice of the sequence."""
+        self.slicing = True
+        try:
+            yield
+        finally:
+            self.slicing = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context for forwards that do not count."""
+        counted = self._counts, self._repeated, self._earlier, self._fused_at, self.fused
+        self._counts, self._repeated, self._earlier, self._fused_at, self.fused = Counter(), set(), {}, {}, 0
+        try:
+            yield
+        finally:
+            self._counts, self._repeated, self._earlier, self._fused_at, self.fused = counted
+
+    @property
+    def sees_parts(self) -> bool:
+        """Whether the code that runs is the model's, on all of this rank's tokens, which are fewer on more ranks."""
+        return self.layout.cuts_sequences and bool(self._running) and not self.slicing
 
     def begin(self) -> None:
         """A forward of another microchunk begins, or one outside of microchunks."""

@@ -21,7 +21,7 @@ from ..base.module_surgery import replace_forward, run_within, unbound, with_par
 from ..parallel.tensor.differentiable_collectives import as_shards, gather, local_shard, own_slice
 from ..parallel.tensor.linear import distribute, distribute_packed, is_conv1d, look_up
 from .exact_layout import ExactLayout
-from .running_modules import Forwards
+from .running_modules import Forwards, unwatched
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
 if TYPE_CHECKING:
@@ -227,7 +227,9 @@ def use_through(module: nn.Module, taps: Mapping[str, Callable[[torch.Tensor], t
     """Let ``module`` compute with what ``taps`` make of its parameters, by their names in it."""
 
     def parameters(module: nn.Module) -> AbstractContextManager[None]:
-        own = {name: parameter_of(module, name) for name in taps}
-        return with_parameters(module, {name: taps[name](value) for name, value in own.items() if value is not None})
+        with unwatched():
+            own = {name: parameter_of(module, name) for name in taps}
+            used = {name: taps[name](value) for name, value in own.items() if value is not None}
+        return with_parameters(module, used)
 
     run_within(module, parameters)

@@ -8,7 +8,7 @@ computes, because a checkpointed block runs its forward again in autograd's own 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -52,14 +52,15 @@ class SequenceAxis:
 
     Attributes:
         multiple: what the length of a whole sequence has to be a multiple of.
+        origin: says in a message what this number is.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         axis = context.cp
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
         self._method = context.config.parallel.context.method
-        self.multiple = 2 * axis.size
         self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
+        self.multiple, self.origin = 2 * axis.size, f"twice parallel.context {axis.size}"
         self._documents: tuple[ReferenceType[torch.Tensor], Documents] | None = None
 
     def layout(self, local_length: int) -> SequenceLayout:
@@ -100,6 +101,14 @@ class SequenceAxis:
             return self.join(tensor, 1).narrow(1, 0, length)
 
         return map_tensors(joined, tree)
+
+    def total(self, count: torch.Tensor) -> torch.Tensor:
+        """What the loss of this rank's tokens, which are ``count``, is divided by."""
+        return count
+
+    def trial(self) -> AbstractContextManager[None]:
+        """A context for forwards that are tried, and do not count."""
+        return nullcontext()
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -70,8 +70,8 @@ class SequenceInputs:
         """
         if length % axis.multiple:
             raise ConfigError(
-                f"inputs: got sequences of {length} tokens, expected a multiple of {axis.multiple}, twice "
-                f"parallel.context {axis.size}; pad them, and leave the padding out of the loss"
+                f"inputs: got sequences of {length} tokens, expected a multiple of {axis.multiple}, {axis.origin}; "
+                "pad them, and leave the padding out of the loss"
             )
 
         def part(_: str, leaf: Any) -> Any:
@@ -85,10 +85,10 @@ def shard_stages(
     stages: Sequence[nn.Module],
     inputs: SequenceInputs,
     own_loss: Callable[[Any, Batch], Any],
+    axis: SequenceAxis,
     context: ParallelContext,
 ) -> tuple[list[nn.Module], Callable[[Any, Batch], Any]]:
     """``stages`` that compute this rank's tokens, and ``own_loss`` of their outputs and whole microbatches."""
-    axis = SequenceAxis(context)
 
     def loss(output: Any, microbatch: Batch) -> Any:
         length = length_of(microbatch.args, microbatch.kwargs)
@@ -159,7 +159,7 @@ def _try(
         module.training = False
     active = ACTIVE[:]
     try:
-        with forked(context.device):  # a run that goes on from a checkpoint tries once more
+        with axis.trial(), forked(context.device):  # a run that goes on from a checkpoint tries once more
             some_args, some_kwargs = inputs.cut(args, kwargs, tokens, axis)
             found = axis.joined_tokens(stage.forward(*some_args, **some_kwargs), tokens)
             ACTIVE.clear()

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
+from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
 
 IGNORED = -100
@@ -57,6 +58,10 @@ def label_count(model: nn.Module) -> Count:
     first = int(function == "ForCausalLMLoss" and not getattr(model.config, "is_encoder_decoder", False))
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        number = own_count(args, kwargs)
+        return number if number is None or not ACTIVE else ACTIVE[-1].total(number)
+
+    def own_count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         given = signature.bind_partial(None, *args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         labels = given.get("labels")

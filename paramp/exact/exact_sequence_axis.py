@@ -1,0 +1,205 @@
+"""Sequences in slices whose bits do not depend on how many ranks of the context axis have them.
+
+Each rank has consecutive slices. Layers compute them one by one (:mod:`.sliced_sequences`). Attention is one call for
+each slice of queries, with the keys and values of the whole sequence, and gradients of these are summed over the slices
+of queries in one tree. Losses are of whole sequences, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+
+from ..base.collectives import all_reduce_
+from ..base.dtensor import is_dtensor
+from ..base.errors import ConfigError
+from ..distributed.context import ParallelContext
+from ..distributed.token_positions import ACTIVE
+from ..parallel.context_axis.sequence_axis import SequenceAxis, scaled_dot_product_attention
+from ..parallel.context_axis.sequence_layout import SequenceLayout
+from . import attention as products
+from .masks import Masks
+from .running_modules import Forwards, unwatched
+from .slices import aligned, fan_out, split
+from .tree_sum import gathered
+
+
+class ExactSequenceAxis(SequenceAxis):
+    """How the sequences of one engine are cut, over one rank as over several.
+
+    Attributes:
+        masks: of the dropout of attention, from when the model is known.
+    """
+
+    masks: Masks
+
+    def __init__(self, context: ParallelContext, forwards: Forwards, inside: Callable[[], Any]) -> None:
+        """``inside``: makes the context in which the exact mode computes."""
+        super().__init__(context)
+        self._forwards, self._inside, self._sizes = forwards, inside, forwards.layout
+        self.multiple, self.origin = self._sizes.sequence_slices, "reproducible.sequence_slices"
+        self._device = context.device
+
+    def layout(self, local_length: int) -> SequenceLayout:
+        return SequenceLayout(self._group, self._rank, self.size, local_length * self.size, "contiguous")
+
+    def join(self, local: torch.Tensor, dim: int) -> torch.Tensor:
+        """As in the base class; the gradient is this rank's part of it, and is summed, not averaged, over ranks."""
+        return local if self.size == 1 else cast(torch.Tensor, _Join.apply(local, dim, self))
+
+    def total(self, count: torch.Tensor) -> torch.Tensor:
+        """``count`` of all ranks."""
+        if self.size > 1:
+            count = count.to(self._device, copy=True)
+            all_reduce_(count, self._group)
+        return count
+
+    def trial(self) -> AbstractContextManager[None]:
+        return self._forwards.aside()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        ACTIVE.append(self)
+        try:
+            with self._inside():
+                yield
+        finally:
+            ACTIVE.remove(self)
+
+    scaled_dot_product_attention = staticmethod(scaled_dot_product_attention)
+
+    def of_whole_rows(self, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``loss`` of logits and targets, which in a model's forward are those of all ranks."""
+
+        def whole(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if ACTIVE and self._forwards.sees_parts:
+                input, target = self._rows(input), self._rows(target)
+            return loss(input, target, *args, **kwargs)
+
+        return whole
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The ``rows`` of tokens, (samples of a microchunk x tokens, ...), of whole sequences."""
+        samples, group = self._sizes.microchunk, self._group
+        if self.size == 1 or group is None:
+            return rows
+        if rows.shape[0] % samples:
+            raise ConfigError(
+                f"cross_entropy in {self._forwards.module}: got {rows.shape[0]} rows, expected those of {samples} "
+                "samples, reproducible.chunk"
+            )
+        if is_dtensor(rows):
+            whole = self._rows(rows.to_local())
+            return type(rows).from_local(whole, rows.device_mesh, rows.placements, run_check=False)
+        return self.join(rows.unflatten(0, (samples, -1)), 1).flatten(0, 1)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Attention over the whole sequence, as in the base class.
+
+        Raises:
+            ConfigError: with a soft cap or sinks.
+        """
+        for name in ("softcap", "sinks"):
+            if options.get(name) is not None:
+                raise ConfigError(
+                    f"reproducible.sequence_slices: attention in {self._forwards.module} has {name}, expected none; "
+                    "set it to 1"
+                )
+        with unwatched():
+            return self._attend(query, key, value, **options)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        causal: bool,
+        documents: torch.Tensor | None,
+        window: int | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        softcap: None = None,
+        sinks: None = None,
+    ) -> torch.Tensor:
+        count, own = self._sizes.local_sequence_slices, query.shape[2]
+        masks: list[torch.Tensor | None] = [None] * count
+        if causal or window is not None or documents is not None:
+            masks = [*self._visible(own, causal, window, documents, query.device).chunk(count, 2)]
+        noises: list[torch.Tensor | None] = [None] * count
+        if dropout:
+            shape = torch.Size([*query.shape[:3], own * self.size])
+            like = products.computing(query)
+            noises = [*self.masks.attention_noise(shape, dropout, like, rows=True).chunk(count, 2)]
+        keys, values = (self._of_all(one, count) for one in (key, value))
+        outputs = []
+        for queries, *of_all, mask, noise in zip(split(query, count, 2), keys, values, masks, noises, strict=True):
+            outputs.append(
+                products.attention(
+                    _given(noise),
+                    queries,
+                    *of_all,
+                    attn_mask=None if mask is None else aligned(mask),
+                    dropout_p=dropout,
+                    scale=scale,
+                    enable_gqa=True,
+                )
+            )
+        return torch.cat(outputs, 2)
+
+    def _of_all(self, local: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The keys or values of the whole sequence, (samples, heads, tokens, features), for each slice of queries."""
+        by_token, group = local.transpose(1, 2), self._group if self.size > 1 else None
+        return [one.transpose(1, 2) for one in fan_out(by_token, count, group, sequence=group is not None)]
+
+    def _visible(
+        self,
+        own: int,
+        causal: bool,
+        window: int | None,
+        documents: torch.Tensor | None,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Which keys each of this rank's ``own`` queries sees, bool (samples or 1, 1, own, tokens).
+
+        Queries that see nobody else see themselves: a row of a softmax needs a key.
+        """
+        places = torch.arange(own * self.size, device=device)
+        rows = self.positions(own, device)
+        distance = rows[:, None] - places
+        seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window is not None:
+            seen = seen & (distance.abs() < window if causal else distance.abs() <= window)
+        seen = seen[None, None]
+        if documents is None:
+            return seen
+        numbers = documents[:, 0].long()  # (samples, 1, tokens)
+        whole = torch.cat(gathered(numbers, self._group if self.size > 1 else None), -1)
+        together = (numbers[:, 0, :, None].abs() == whole) & (whole > 0)
+        return seen & together[:, None] | (distance == 0)
+
+
+def _given(noise: torch.Tensor | None) -> products.Noise:
+    """A function that returns ``noise``, whatever is asked."""
+
+    def given(shape: torch.Size, p: float, like: torch.Tensor) -> torch.Tensor:
+        assert noise is not None
+        assert noise.shape == shape
+        return noise
+
+    return given
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, dim: int, axis: ExactSequenceAxis) -> torch.Tensor:
+        ctx.dim, ctx.axis, ctx.length = dim, axis, local.shape[dim]
+        return torch.cat(gathered(local, axis._group), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        own = gradient.narrow(ctx.dim, ctx.axis._rank * ctx.length, ctx.length)
+        return own.contiguous(), None, None
