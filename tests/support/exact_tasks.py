@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -215,6 +215,18 @@ GPT2_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
 SMALL = partial(gpt, num_layers=2, width=32)
 SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
 KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
+CUT = {"chunk": 1, "slices": 4, "sequence_slices": 8}
+LONG = {
+    "gpt": Task(SMALL, scales=SMALL_SCALES),
+    "gpt, counted": Task(SMALL, criterion=counted, scales=SMALL_SCALES),
+    "gpt, checkpointed": Task(SMALL, scales=SMALL_SCALES, config={"activation_checkpointing": "full"}),
+    "gpt, chunks of 2": Task(SMALL, tokens(8), scales=SMALL_SCALES, config={"reproducible": {**CUT, "chunk": 2}}),
+    "llama": Task(LLAMA, criterion=output_loss, calls=1),
+    "llama, own loss": Task(LLAMA, labelled, None, calls=1),
+    "llama, dropout, own loss": Task(partial(LLAMA, attention_dropout=0.1), labelled, None, calls=1),
+    "llama, tied": Task(partial(LLAMA, tie_word_embeddings=True), criterion=output_loss, calls=1),
+}
+"""Those whose sequences are cut; each is also of whole ones in slices."""
 TASKS = {
     "gpt": Task(gpt),
     "small gpt": Task(SMALL, calls=1, scales=SMALL_SCALES),
@@ -237,6 +249,7 @@ TASKS = {
             ("OLMoE", "grouped_mm", None),
         )
     },
+    **{f"sequences: {name}": replace(task, config={"reproducible": CUT, **task.config}) for name, task in LONG.items()},
     "gpt of 8 slices": Task(partial(gpt, 8, num_layers=2), calls=1, config={"reproducible": {"chunk": 1, "slices": 8}}),
     "gpt, chunks of 2": Task(gpt, tokens(8), config={"reproducible": {"chunk": 2, "slices": 4}}),
     "gpt, counted": Task(gpt, criterion=counted),

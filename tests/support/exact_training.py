@@ -41,6 +41,17 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp·ep2": (4, {"data": {"replicate": 2, "shard": 2}, "expert": 2}),
 }
 """Those of models with experts."""
+CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, {"context": 2}),
+    "cp4": (4, {"context": 4}),
+    "cp2·tp2": (4, {"context": 2, "tensor": 2}),
+    "cp2·pp2": (4, {"context": 2, "pipeline": 2}),
+    "dp2·cp2": (4, {"data": 2, "context": 2}),
+    "dp2·cp2 + zero1": (4, {"data": 2, "context": 2, "zero": 1}),
+    "fsdp2·cp2": (4, {"data": {"shard": 2}, "context": 2}),
+}
+"""Those that cut sequences."""
+EVERY_LAYOUT = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 
@@ -68,7 +79,7 @@ def with_high_scale(mode: str, task: str) -> Precision:
 def train(world: World, task: str, mode: str, layout: str, part: Part, options: Mapping[str, Any]) -> Trace | None:
     """A body: the trace of ``part`` on rank 0; ``options`` are further keys of the configuration."""
     config = {
-        "parallel": (LAYOUTS | EXPERT_LAYOUTS)[layout][1],
+        "parallel": EVERY_LAYOUT[layout][1],
         "precision": with_high_scale(mode, task),
         "reproducible": {"chunk": 1, "slices": 4},
         "clip_grad_norm": 1.0,
@@ -145,7 +156,7 @@ def trained(
 ) -> Trace:
     """The trace of ``part`` on the ranks of ``layout``."""
     given = {"task": task, "mode": mode, "layout": layout, "part": part, "options": options}
-    return run_on_ranks((LAYOUTS | EXPERT_LAYOUTS)[layout][0], __name__, "train", given, device, timeout)[0]
+    return run_on_ranks(EVERY_LAYOUT[layout][0], __name__, "train", given, device, timeout)[0]
 
 
 @functools.cache
