@@ -73,7 +73,7 @@ class ExactNumerics(Numerics):
 
     def __init__(self, config: Config) -> None:
         assert isinstance(config.reproducible, Reproducible)
-        self._config, self._how = config, config.reproducible
+        self._config, self._how, self._sequences = config, config.reproducible, None
 
     def batch_divisor(self, config: Config) -> tuple[str, int]:
         """The samples of a microchunk."""
@@ -114,7 +114,7 @@ class ExactNumerics(Numerics):
             sequence_slices=self._how.sequence_slices,
             context_group=context.cp.group if context.cp.size > 1 else None,
         )
-        self._forwards, self._sequences = Forwards(layout, self._position), None
+        self._forwards = Forwards(layout, self._position)
         if layout.cuts_sequences:
             from .exact_sequence_axis import ExactSequenceAxis
             from .sliced_sequences import check_sequences

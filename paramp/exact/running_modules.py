@@ -119,12 +119,13 @@ class Forwards:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context for forwards that do not count."""
-        counted = self._counts, self._repeated, self._earlier, self._fused_at, self.fused
-        self._counts, self._repeated, self._earlier, self._fused_at, self.fused = Counter(), set(), {}, {}, 0
+        counted = self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused
+        self._running, self._counts, self._repeated, self._earlier, self._fused_at = [], Counter(), set(), {}, {}
+        self.fused = 0
         try:
             yield
         finally:
-            self._counts, self._repeated, self._earlier, self._fused_at, self.fused = counted
+            self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused = counted
 
     @property
     def sees_parts(self) -> bool:

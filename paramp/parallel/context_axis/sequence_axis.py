@@ -107,7 +107,7 @@ class SequenceAxis:
         return count
 
     def trial(self) -> AbstractContextManager[None]:
-        """A context for forwards that are tried, and do not count."""
+        """A context for forwards that are tried, and what is computed of their outputs."""
         return nullcontext()
 
     @contextmanager

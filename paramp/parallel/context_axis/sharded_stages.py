@@ -169,7 +169,8 @@ def _try(
         ACTIVE[:] = active
         for module in training:
             module.training = True
-    _compare(stage, found, expected, tokens, inputs.seen(kwargs), context)
+    with axis.trial():
+        _compare(stage, found, expected, tokens, inputs.seen(kwargs), context)
 
 
 def _compare(
