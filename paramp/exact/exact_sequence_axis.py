@@ -136,12 +136,15 @@ class ExactSequenceAxis(SequenceAxis):
             noises = [*self.masks.attention_noise(shape, dropout, like, rows=True).chunk(count, 2)]
         keys, values = (self._of_all(one, count) for one in (key, value))
         outputs = []
-        for queries, *of_all, mask, noise in zip(split(query, count, 2), keys, values, masks, noises, strict=True):
+        for queries, of_key, of_value, mask, noise in zip(
+            split(query, count, 2), keys, values, masks, noises, strict=True
+        ):
             outputs.append(
                 products.attention(
                     _given(noise),
                     queries,
-                    *of_all,
+                    of_key,
+                    of_value,
                     attn_mask=None if mask is None else aligned(mask),
                     dropout_p=dropout,
                     scale=scale,

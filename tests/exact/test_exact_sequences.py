@@ -86,7 +86,7 @@ class Block(nn.Module):
         if self.kind == "product":
             x = x @ x.transpose(1, 2) @ x
         if self.kind == "channels":
-            x = F.dropout2d(x, 0.5)
+            x = F.dropout1d(x, 0.5)
         return self.head(x[:, 0] if self.kind == "no tokens" else x)
 
 

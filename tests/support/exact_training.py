@@ -102,7 +102,7 @@ class Run:
 
     def __init__(self, context: paramp.ParallelContext, task: Task) -> None:
         self.task = task
-        self.axis = context.batch_axis
+        self.axis = context.dp
         torch.manual_seed(7)
         model = task.build()
         optimizer = task.optimizer(model)
