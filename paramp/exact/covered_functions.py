@@ -59,7 +59,7 @@ SHAPES = _names(
     empty empty_like empty_strided zeros zeros_like ones ones_like full full_like arange tensor as_tensor asarray
     scalar_tensor eye new_empty new_zeros new_ones new_full new_tensor device result_type promote_types finfo iinfo
     _set_grad_enabled resolve_conj resolve_neg one_hot tril_indices triu_indices from_numpy set_ is_nonzero
-    all_gather_copy_in split_with_sizes_copy _foreach_copy_ chunk_cat _chunk_cat resize_ record_stream
+    all_gather_copy_in split_with_sizes_copy _foreach_copy_ chunk_cat _chunk_cat resize_ record_stream is_inference
     """,
     in_place=False,
 )

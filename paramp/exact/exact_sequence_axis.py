@@ -48,7 +48,7 @@ class ExactSequenceAxis(SequenceAxis):
 
     def join(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         """As in the base class; the gradient is this rank's part of it, and is summed, not averaged, over ranks."""
-        return local if self.size == 1 else cast(torch.Tensor, _Join.apply(local, dim, self))
+        return local if self.size == 1 else cast(torch.Tensor, _JoinWhole.apply(local, dim, self))
 
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """``count`` of all ranks."""
@@ -196,7 +196,7 @@ def _given(noise: torch.Tensor | None) -> products.Noise:
     return given
 
 
-class _Join(torch.autograd.Function):
+class _JoinWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, dim: int, axis: ExactSequenceAxis) -> torch.Tensor:
         ctx.dim, ctx.axis, ctx.length = dim, axis, local.shape[dim]
