@@ -15,6 +15,9 @@ class CutSequences(Protocol):
     def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
         """The places of this rank's ``length`` tokens."""
 
+    def total(self, count: torch.Tensor) -> torch.Tensor:
+        """What the loss of this rank's tokens, which are ``count``, is divided by."""
+
 
 ACTIVE: list[CutSequences] = []
 """The context axis of the engine that computes, the latest last; empty: sequences are whole."""

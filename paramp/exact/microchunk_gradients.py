@@ -130,9 +130,9 @@ class MicrochunkGradients(GradientReduction):
         experts = [[tap.pop() for tap in taps] for taps in self._experts[stage].values()]
         if not self._in_call:  # it is computed again, for a diagnosis
             return
-        names = [one.name for one in (*self._stages[stage], *self._taps[stage])]
-        terms = self._over_context([*self._take(self._stages[stage]), *others], names)
-        self._trees[stage].add(index, terms)
+        names = [param.name for param in self._stages[stage]] + [tap.name for tap in self._taps[stage]]
+        own = self._over_context([*self._take(self._stages[stage]), *others], names)
+        self._trees[stage].add(index, own)
         for source, terms in enumerate(zip(*experts, strict=True)):
             self._expert_trees[stage].add(source * self._num_microchunks + index, [*terms])
 
