@@ -8,6 +8,16 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
+class SequenceSlices:
+    """How each sequence is cut."""
+
+    count: int = 1
+    """Slices, over all ranks of the context axis; 1: sequences are whole."""
+    group: dist.ProcessGroup | None = None
+    """The ranks of the context axis; None if there is one only."""
+
+
+@dataclass(frozen=True)
 class ExactLayout:
     """How layers and batches are cut, the same in every layout, and what this rank has of it."""
 
@@ -21,10 +31,7 @@ class ExactLayout:
     """The ranks of the tensor axis; None if there is one only."""
     sequence_parallel: bool = False
     """Whether tensor ranks have slices of the sequence between sharded layers."""
-    sequence_slices: int = 1
-    """Slices into which each sequence is cut, over all ranks of the context axis; 1: sequences are whole."""
-    context_group: dist.ProcessGroup | None = None
-    """The ranks of the context axis; None if there is one only."""
+    sequences: SequenceSlices = SequenceSlices()
 
     @property
     def tensor_size(self) -> int:
@@ -44,22 +51,22 @@ class ExactLayout:
     @property
     def cuts_sequences(self) -> bool:
         """Whether sequences are computed in slices."""
-        return self.sequence_slices > 1
+        return self.sequences.count > 1
 
     @property
     def context_size(self) -> int:
         """The number of ranks of the context axis, each of which has consecutive slices of a sequence."""
-        return 1 if self.context_group is None else self.context_group.size()
+        return 1 if self.sequences.group is None else self.sequences.group.size()
 
     @property
     def context_rank(self) -> int:
         """This rank on the context axis."""
-        return 0 if self.context_group is None else self.context_group.rank()
+        return 0 if self.sequences.group is None else self.sequences.group.rank()
 
     @property
     def local_sequence_slices(self) -> int:
         """The slices of a sequence that this rank has."""
-        return self.sequence_slices // self.context_size
+        return self.sequences.count // self.context_size
 
 
 @dataclass(frozen=True)

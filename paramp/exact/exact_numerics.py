@@ -30,7 +30,7 @@ from ..parallel.model_families import ModelAdapter
 from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 from .exact_functions import ExactFunctions
-from .exact_layout import ExactLayout, Position
+from .exact_layout import ExactLayout, Position, SequenceSlices
 from .exact_squares import squares_over_world
 from .layout_checks import check_buffers, check_modules, check_ties
 from .masks import Masks
@@ -111,8 +111,7 @@ class ExactNumerics(Numerics):
             slices=self._how.slices,
             tensor_group=group,
             sequence_parallel=sequence_parallel,
-            sequence_slices=self._how.sequence_slices,
-            context_group=context.cp.group if context.cp.size > 1 else None,
+            sequences=SequenceSlices(self._how.sequence_slices, context.cp.group if context.cp.size > 1 else None),
         )
         self._forwards = Forwards(layout, self._position)
         if layout.cuts_sequences:

@@ -40,7 +40,7 @@ class ExactSequenceAxis(SequenceAxis):
         """``inside``: makes the context in which the exact mode computes."""
         super().__init__(context)
         self._forwards, self._inside, self._sizes = forwards, inside, forwards.layout
-        self.multiple, self.origin = self._sizes.sequence_slices, "reproducible.sequence_slices"
+        self.multiple, self.origin = self._sizes.sequences.count, "reproducible.sequence_slices"
         self._device = context.device
 
     def layout(self, local_length: int) -> SequenceLayout:
