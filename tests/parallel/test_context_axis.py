@@ -170,6 +170,42 @@ def test_gradients_of_all_parameters_are_those_of_one_process_in_fp64(world, kin
                 assert (way - gradient).norm() <= 1e-12 * max(float(gradient.norm()), least), (size, name)
 
 
+class OwnModel(nn.Module):
+    """A bidirectional encoder with a mask of padding, whose own loss is a sum and a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(100, 16), nn.Embedding(LENGTH, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 100)
+
+    def forward(self, tokens, seen, labels):
+        hidden = self.tokens(tokens) + self.places(paramp.token_positions(tokens.shape[1], tokens.device))
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+        logits = self.head(hidden + mixed.transpose(1, 2).flatten(2))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"loss": (loss, (labels != -100).sum())}
+
+
+@on_ranks(2)
+def test_a_model_of_ones_own_has_the_gradients_of_one_process(world):
+    torch.manual_seed(0)
+    model, (batch, *_) = OwnModel().double(), batches("padded")
+    inputs = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
+    found = model(*inputs)
+    (found["loss"][0] / found["loss"][1]).backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
+        engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=16.0))
+        engine.forward_backward(inputs)
+        engine.step()
+        for name, value in engine.full_state_dict().items():
+            way = (start[name] - value) / 16
+            assert (way - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
+
+
 @on_ranks(2)
 def test_outputs_and_evaluations_are_of_whole_sequences(world):
     (batch, *_) = batches("GPT")
