@@ -189,7 +189,7 @@ def train_engine(
     engine, *_ = paramp.initialize(model, optimizer(model.parameters()), loss)
     losses = []
     for step, (x, y) in enumerate(batches(steps, length=length)):
-        x, y = (rank_slice(t, context.batch_axis.rank, context.batch_axis.size) for t in (x, y))
+        x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
         losses.append(engine.forward_backward(x, y).item())
         gradients = [parameter.grad for _, parameter in engine.named_parameters()]
         for gradient in gradients if context.rank == halve_on_rank else ():

@@ -19,6 +19,7 @@ from test_matrix import skip_without_library
 from torch.overrides import TorchFunctionMode
 
 import paramp
+from paramp.distributed.token_positions import sequence_length, token_positions
 from paramp.models import MoEGPT
 from paramp.precision.modes import PRESETS
 
@@ -32,9 +33,10 @@ LAYOUTS = {
     "ep2·pp2": (4, {"expert": 2, "pipeline": 2}),
     "dp2·ep2 + zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
     "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
+    "cp2·ep2": (4, {"context": 2, "expert": 2}),
 }
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
-PART = [("1", "16-mixed"), ("ep2", "16-mixed"), ("dp2·ep2 + zero1", "bf16-naive")]
+PART = [("1", "16-mixed"), ("cp2·ep2", "16-mixed"), ("dp2·ep2 + zero1", "bf16-naive")]
 CELLS = cases("expert matrix", EVERYTHING, PART, 4)
 TABLE = "experts"
 UNITS_LOSS = 2.0
@@ -50,7 +52,8 @@ class ByPlace(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "topk":
             return result
-        index = self.CHOSEN.repeat(len(args[0]) // LENGTH, 1)
+        places = token_positions(LENGTH // sequence_length(1))
+        index = self.CHOSEN[places].repeat(len(args[0]) // len(places), 1)
         return type(result)((args[0].gather(-1, index), index))
 
 
