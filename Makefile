@@ -48,7 +48,7 @@ mutants: $(VENV)/installed
 
 matrix: $(VENV)/installed
 	PARAMP_TEST_WHOLE=1 $(RUN)/python -m pytest -q tests/system/test_matrix.py tests/system/test_expert_matrix.py \
-		tests/system/test_schedules.py tests/models/test_huggingface_table.py --write-matrix
+		tests/system/test_context_matrix.py tests/system/test_schedules.py tests/models/test_huggingface_table.py --write-matrix
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

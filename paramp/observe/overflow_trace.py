@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from ..parallel.batches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 from .expert_tokens import ExpertTokens
+from .sequence_places import SequencePlaces
 
 expect("torch._C._autograd")
 
@@ -54,7 +56,10 @@ AFTER_NODES: Position = (1, 0, 0)
 PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 """Names of autograd nodes that may lie between a parameter and its use: casts and views."""
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-COLLECTIVES = ("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll", "ExchangeRows")
+COLLECTIVES = (
+    *("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll", "ExchangeRows"),
+    *("OfQueries", "OfHeads"),  # attention over the context axis
+)
 """Substrings of the names of nodes whose gradients may come from other ranks."""
 
 
@@ -81,8 +86,8 @@ class Sighting(NamedTuple):
 class Sightings:
     """What this rank has seen in one run of a window."""
 
-    def __init__(self, context: ParallelContext | None) -> None:
-        self._context = context
+    def __init__(self, context: ParallelContext | None, places: SequencePlaces | None = None) -> None:
+        self._context, self._places = context, places
         self._first: dict[tuple[StagePass, bool], Sighting] = {}  # key: pass, is backward
         self.met: set[tuple[int, int, str]] = set()
         """Call, microbatch and module of forwards that had a non-finite value."""
@@ -95,7 +100,7 @@ class Sightings:
 
     def batch(self, at: StagePass) -> tuple[int, int, int]:
         """The microbatch of ``at``, unique over data ranks."""
-        return self._context.batch_axis.rank if self._context else 0, at.call, at.microbatch
+        return self._context.dp.rank if self._context else 0, at.call, at.microbatch
 
     def add(
         self,
@@ -122,6 +127,8 @@ class Sightings:
         assert kind is not None
         place = RankCoordinates.here(self._context, at.stage)
         origin = Origin(during, module, place, kind, at.call, at.microbatch, largest_finite(value), **details)
+        if self._places is not None and origin.parameter is None:
+            origin = replace(origin, positions=self._places.not_finite(value))
         stage = -at.stage if backward else at.stage
         order = (at.call, at.microbatch, backward, stage, position, received, place.rank)
         met = during == "backward" and (at.call, at.microbatch, module) in self.met
@@ -218,7 +225,9 @@ class Tracer:
         self, stages: Stages, indices: Sequence[int], context: ParallelContext | None, *, in_function: bool = False
     ) -> None:
         self._stages = dict(zip(indices, stages, strict=True))
-        self.seen = Sightings(context)
+        cut = context is not None and context.cp.size > 1 and not in_function
+        self._places = SequencePlaces(context) if context is not None and cut else None
+        self.seen = Sightings(context, self._places)
         """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
         """The message of the criterion's exception, if a pipeline continued without its loss."""
@@ -266,6 +275,8 @@ class Tracer:
         dtype = next(iter(self._stages.values())).precision.compute
         casts: list[tuple[str, torch.dtype | None]] = [(BATCH, None), (CAST, dtype)]
         self._batch, self._batch_is_bad = BATCH, False
+        if self._places is not None:
+            self._places.see_batch(batch)
         if self._in_function:
             batch, casts, self._batch = _tree_as_batch(batch), casts[:1], INPUT
         inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]

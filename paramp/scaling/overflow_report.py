@@ -96,6 +96,9 @@ class Origin:
     """In the backward: whether everything is finite at a loss scale of 1. None if that was not tried."""
     experts: tuple[int, ...] = ()
     """If the module is a stack of experts: the indices of those that may have produced the value."""
+    positions: tuple[tuple[int, int], ...] = ()
+    """Under an engine's context axis: where in their whole sequences the tokens are whose values are not finite, as
+    ranges, each by its first position and the one after its last; ascending. Empty: not known, or of no activation."""
 
     def describe(self, scale: float, tokens: Mapping[str, Sequence[int]]) -> str:
         """The cause and the remedy; ``tokens`` as in :class:`OverflowReport`."""
@@ -106,6 +109,7 @@ class Origin:
                 "the initial scale"
             )
         where = f"microbatch {self.microbatch}{f' of call {self.call}' if self.call else ''} on {self.place}"
+        where += _positions(self.positions)
         if self.during == "sum over microbatches":
             return (
                 f"overflow in the sum over microbatches: the gradient of {self.parameter} became {self.kind} when that "
@@ -190,6 +194,15 @@ def _experts(indices: Sequence[int], tokens: Sequence[int], before: str) -> str:
     named = [f"{index} ({tokens[index]} tokens)" if index < len(tokens) else str(index) for index in indices[:SHOWN]]
     named += [f"{len(indices) - SHOWN} more"] * (len(indices) > SHOWN)
     return f"{before}expert{'s' * (len(named) > 1)} {', '.join(named)}" if named else ""
+
+
+def _positions(ranges: Sequence[tuple[int, int]]) -> str:
+    """``, positions 3 to 7 and 12 of the sequence``; nothing for no ranges."""
+    named = [str(start) if end == start + 1 else f"{start} to {end - 1}" for start, end in ranges[:SHOWN]]
+    named += [f"{len(ranges) - SHOWN} more ranges"] * (len(ranges) > SHOWN)
+    plural = "s" if len(named) > 1 or " " in "".join(named) else ""
+    listed = " and ".join(filter(None, (", ".join(named[:-1]), *named[-1:])))
+    return f", position{plural} {listed} of the sequence" if named else ""
 
 
 def _size(largest: float, what: str, scale: float = 1.0) -> str:

@@ -98,6 +98,7 @@ def _overflow(report: OverflowReport) -> dict[str, Any]:
         "axes": dict(place.axes) if place else {},
         "stage": place.stage if place else None,
         "microbatch": origin.microbatch if origin else None,
+        "positions": [*origin.positions] if origin else [],
         "gradients": [asdict(gradient) for gradient in closest],
         "num_gradients": len(report.gradients),
         "message": str(report),

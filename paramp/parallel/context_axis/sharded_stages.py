@@ -167,6 +167,7 @@ def _try(
                 expected = stage.forward(*args, **kwargs)
     finally:
         ACTIVE[:] = active
+        torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
         for module in training:
             module.training = True
     with axis.trial():
