@@ -67,7 +67,8 @@ def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(wo
         batch = own_part(context, *batch)
         train_step(engine, *batch)
         for name, rank, tokens, backward, of_two, of_four, text in PLACES:
-            here = context.cp.rank == rank and context.dp.rank == context.dp.size - 1
+            last = context.dp.rank == context.dp.size - 1
+            here = context.cp.rank == rank and last and context.tp.rank == 0
             planted = plant(engine, name, tokens, backward) if here else None
             assert train_step(engine, *batch).overflow
             report = engine.diagnose_overflow()
@@ -75,7 +76,7 @@ def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(wo
                 planted.remove()
             positions = of_four if context.cp.size == 4 else of_two
             assert (report.origin.module, report.origin.microbatch) == (name, 1)
-            assert report.origin.positions == positions
+            assert report.origin.positions == positions, (name, report.origin)
             assert dict(report.origin.place.axes)["cp"] == rank
             assert text.format(LISTED[positions]) in str(report)
             assert event_of(1, report)["positions"] == [*positions]
