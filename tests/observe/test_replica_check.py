@@ -116,6 +116,7 @@ CHANGES = [  # parallel, configuration, what is changed, of which parameter, on 
     ({"pipeline": 2}, {"precision": "16-mixed"}, "loss scale", "", 1, (1,), (0, 2, 3)),
     (FSDP2_TP2, {}, "weight", "norm1.weight", 2, (3,), (2,)),
     (FSDP2_TP2, {}, "weight", MLP, 2, None, None),  # of which there is one copy
+    ({"context": 2, "data": 2}, {}, "weight", "norm.weight", 2, (2,), (0, 1, 3)),
     (HSDP, NAIVE, "loss scale", "", 2, (2,), (0, 1, 3)),
     (HSDP, NAIVE, "loss scale", "", 0, (0,), (1, 2, 3)),
 ]

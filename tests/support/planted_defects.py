@@ -15,6 +15,7 @@ import paramp
 from paramp.tools.verify.options import Options
 
 TP, PP, DP = {"tensor": 2}, {"pipeline": 2}, {"data": 2}
+CP, RING = {"context": 2}, {"context": {"size": 2, "method": "ring"}}
 Wrap = Callable[[Any], Any]
 """From a function of the library to the wrong one."""
 
@@ -131,6 +132,49 @@ def alone(x, weight, bias, group):
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def of_previous_keys(function):
+    def wrong(self, k, v, visit):
+        known = []
+
+        def stale(segments, keys, values):
+            known.append((keys, values))
+            return visit(segments, *known[max(0, len(known) - 2)])
+
+        return function(self, k, v, stale)
+
+    return wrong
+
+
+def averaged(function):
+    """A gradient that is not multiplied by the ranks over which it is averaged."""
+    return lambda ctx, gradient: (function(ctx, gradient)[0] / ctx.axis.size, None, None)
+
+
+def unweighted(function):
+    def wrong(self, tile, out, lse):
+        merged = self.out[:, :, tile.queries]
+        before = merged.clone()
+        function(self, tile, out, lse)
+        merged.copy_(before + out[..., : merged.shape[-1]])
+
+    return wrong
+
+
+def means_of_ranks(function):
+    return lambda self, loss: function(self, (loss[0] / loss[1], torch.ones_like(loss[1])))
+
+
+def shifted_after_the_cut(function):
+    def wrong(self, args, kwargs, length, axis):
+        args, found = function(self, args, kwargs, length, axis)
+        if "labels" in found:
+            labels = torch.nn.functional.pad(axis.cut(kwargs["labels"], 1), (0, 1), value=-100)[:, 1:].contiguous()
+            found |= {"labels": labels, "shift_labels": labels}
+        return args, found
+
+    return wrong
+
+
 SUMMED_TWICE = {
     "blocks.*.attention.qkv": "colwise",
     "blocks.*.attention.out": "rowwise",
@@ -144,6 +188,7 @@ SUM = f"{FLAT}.gradient_reduction._sum_over_data_ranks"
 SCALED = "paramp.engine.window.WindowLosses.scaled"
 TIES = f"{FLAT}.flat_gradients.sum_tied_gradients"
 LINEAR = "paramp.parallel.tensor.linear"
+CONTEXT = "paramp.parallel.context_axis"
 
 DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
     "a data rank's gradients are lost": ("residual MLP", DP, SUM, of_rank_1("dp", set_to_zero)),
@@ -190,6 +235,31 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
         lambda function: lambda query, *args, **kwargs: function(query * 2**0.5, *args, **kwargs),
     ),
     "a rank looks up other rows": ("encoder-decoder", TP, f"{LINEAR}.look_up", rows_shifted),
+    "the ring's backward has the keys of the step before": (
+        "Llama",
+        RING,
+        f"{CONTEXT}.key_exchange.Ring.backward",
+        of_previous_keys,
+    ),
+    "joined tokens have an average of their gradients": (
+        "tied GPT",
+        CP,
+        f"{CONTEXT}.sequence_axis._Join.backward",
+        averaged,
+    ),
+    "parts of attention are merged without weights": (
+        "tied GPT",
+        RING,
+        f"{CONTEXT}.merged_attention._Merged.add",
+        unweighted,
+    ),
+    "each context rank counts its own tokens": ("Llama", CP, SCALED, means_of_ranks),
+    "labels are shifted after the cut": (
+        "Llama",
+        CP,
+        "paramp.parallel.huggingface.context_inputs.PretrainedInputs.cut",
+        shifted_after_the_cut,
+    ),
     "a norm's gradient is added up though every rank has it": ("tied GPT", TP, None, f"{__name__}:SUMMED_TWICE"),
 }
 """By name: the model, the layout, and the function of the library with what makes it wrong, or a wrong plan."""

@@ -9,8 +9,11 @@ from planted_defects import DEFECTS, options
 from verify_runs import reports
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
+SHARED = LAYOUTS | {"cp2": {"context": 2}}
+"""The last one for models of sequences."""
 MODES = ("16-mixed", "bf16-mixed")
 RIGHT = [*itertools.product(right_models.MODELS, LAYOUTS, MODES)]
+RIGHT += [*itertools.product(("tied GPT", "Llama"), ("cp2",), MODES)]
 WRONG = [*itertools.product(DEFECTS, MODES)]
 
 
@@ -19,7 +22,7 @@ WRONG = [*itertools.product(DEFECTS, MODES)]
     ("model", "layout", "mode"), cases("verify models", RIGHT, [("encoder-decoder", "pp2", "16-mixed")], 2)
 )
 def test_a_correct_model_follows(model, layout, mode):
-    settings = {"parallel": LAYOUTS[layout], "precision": mode}
+    settings = {"parallel": SHARED[layout], "precision": mode}
     every = [right_models.options(model, **settings, seed=seed) for seed in range(1, 1 + number(1, 5))]
     for report in reports(every):
         lines = [*report.lines()]

@@ -32,6 +32,8 @@ class RankRecord:
     """The rank on the tensor axis."""
     stage_rank: int = 0
     """The rank on the pipeline axis."""
+    context_rank: int = 0
+    """The rank on the context axis."""
     losses: list[float] = field(default_factory=list)
     """Of each step; the same for all lists but ``modules``, ``packed`` and ``trained``."""
     grad_norms: list[float] = field(default_factory=list)

@@ -125,7 +125,7 @@ def layout_name(parallel: ParallelConfig) -> str:
     data = parallel.data_axes
     number = data.replicate if isinstance(data.replicate, str) else data.replicate // parallel.expert
     replicas = ("dp" if data.shard == 1 else "replicate", number)
-    model = (("ep", parallel.expert), ("fsdp", data.shard), ("tp", parallel.tensor.size))
+    model = (("ep", parallel.expert), ("fsdp", data.shard), ("cp", parallel.context.size), ("tp", parallel.tensor.size))
     sizes = (("pp", parallel.pipeline.size), replicas, *model)
     return "·".join(f"{name}{size}" for name, size in sizes if size != 1) or "1"
 
@@ -199,7 +199,7 @@ def _differences(single: RankRecord, sharded: Sequence[RankRecord], num_microbat
 def _outputs(single: RankRecord, sharded: Sequence[RankRecord], num_microbatches: int) -> Iterator[Distance]:
     """The outputs of modules, in the order in which their forwards ended."""
     calls: dict[tuple[int, str, int], list[tuple[RankRecord, int, list[torch.Tensor]]]] = defaultdict(list)
-    for record in sorted(sharded, key=lambda record: record.tensor_rank):
+    for record in sorted(sharded, key=lambda record: (record.context_rank, record.tensor_rank)):
         for output in record.activations:
             # The single run's microbatches are those of all data ranks, concatenated by rank.
             microbatch = record.batch_rank * num_microbatches + output["microbatch"]
@@ -223,15 +223,45 @@ def _outputs(single: RankRecord, sharded: Sequence[RankRecord], num_microbatches
             yield Distance("forward", name, name, output["step"], problem=problem)
             continue
         packed = {*holders[0].packed, holders[0].microbatch_size} - {0, 1}
+        size = max(record.context_rank for record in sharded) + 1
         for index, (whole, *parts) in enumerate(zip(wholes, *found, strict=True)):
+            if size > 1 and not whole.ndim:  # a loss of some of the tokens
+                continue
             difference = Distance("forward", name, f"{name} {index}", output["step"], output["microbatch"])
-            yield _of_output(difference, parts, whole, packed)
+            by_context = [
+                [part for record, part in zip(ranks, parts, strict=True) if record.context_rank == rank]
+                for rank in range(size)
+            ]
+            yield _of_sequences(difference, by_context, whole, packed)
 
 
 def has_all(record: RankRecord, name: str, single: RankRecord) -> bool:
     """Whether the rank has the module ``name`` and all its submodules."""
     inside = {other for other in single.modules if f"{other}.".startswith(f"{name}." if name else "")}
     return inside <= set(record.modules)
+
+
+def _of_sequences(
+    difference: Distance, by_context: list[list[torch.Tensor]], whole: torch.Tensor, packed: set[int]
+) -> Distance:
+    """``difference`` of an output from ``whole``; ``by_context``: the parts of the tensor ranks, by context rank."""
+    size, found = len(by_context), difference
+    for wholes in ([whole] * size, *_cut_sequences(whole, size)) if size > 1 else [[whole]]:
+        every = [_of_output(difference, parts, one, packed) for parts, one in zip(by_context, wholes, strict=True)]
+        found = next((one for one in every if one.problem is not None), every[0])
+        if found.problem is None:
+            distances = [one.distance for one in every]
+            apart = None if None in distances else math.hypot(*(one or 0.0 for one in distances))
+            return replace(found, distance=apart, size=math.hypot(*(one.size for one in every)))
+    return found
+
+
+def _cut_sequences(whole: torch.Tensor, size: int) -> Iterator[list[torch.Tensor]]:
+    """The tokens of ``whole`` that each of ``size`` context ranks has, for each dim in which the tokens may be."""
+    for dim in (1, 2):
+        if whole.ndim > dim and whole.shape[dim] % (2 * size) == 0:
+            parts = whole.chunk(2 * size, dim)
+            yield [torch.cat([parts[rank], parts[-1 - rank]], dim) for rank in range(size)]
 
 
 def _of_output(difference: Distance, parts: list[torch.Tensor], whole: torch.Tensor, packed: set[int]) -> Distance:

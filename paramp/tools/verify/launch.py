@@ -95,6 +95,8 @@ def train(options: Options, context: ParallelContext, num_microbatches: int, fol
     ``num_microbatches`` is the total over all data ranks. After an overflow the step is made again with a lower scale.
     """
     engine, batches, record = _prepared(options, context, num_microbatches)
+    if context.cp.size > 1:  # whose first batch has a trial, with outputs of some tokens
+        engine.evaluate(local_rows(batches[0], context))
     with ActivationRecorder(engine, record):
         for step, batch in enumerate(batches, start=1):
             engine.save(folder / f"state-{step}")
@@ -180,7 +182,7 @@ def prepared(
         plan=None if options.plan is None else load_attribute(options.plan, "plan"),
         algorithms=NORMS[options.norms],
     )
-    record = RankRecord(context.dp.rank, context.tensor_axis.rank, context.stage_axis.rank)
+    record = RankRecord(context.dp.rank, context.tensor_axis.rank, context.stage_axis.rank, context.cp.rank)
     record.trained = [name for name, value in engine.module.named_parameters() if value.requires_grad]
     start = engine.full_state_dict()
     if context.stage_axis.rank == 0:  # all ranks of a pipeline have it
