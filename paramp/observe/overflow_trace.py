@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,7 +36,9 @@ from ..parallel.batches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 from .expert_tokens import ExpertTokens
-from .sequence_places import SequencePlaces
+
+if TYPE_CHECKING:
+    from ..parallel.context_axis.sequence_axis import SequencePlaces
 
 expect("torch._C._autograd")
 
@@ -226,7 +228,11 @@ class Tracer:
     ) -> None:
         self._stages = dict(zip(indices, stages, strict=True))
         cut = context is not None and context.cp.size > 1 and not in_function
-        self._places = SequencePlaces(context) if context is not None and cut else None
+        self._places: SequencePlaces | None = None
+        if context is not None and cut:
+            from ..parallel.context_axis.sequence_axis import SequencePlaces
+
+            self._places = SequencePlaces(context)
         self.seen = Sightings(context, self._places)
         """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
