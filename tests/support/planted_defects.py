@@ -160,10 +160,6 @@ def unweighted(function):
     return wrong
 
 
-def means_of_ranks(function):
-    return lambda self, loss: function(self, (loss[0] / loss[1], torch.ones_like(loss[1])))
-
-
 def shifted_after_the_cut(function):
     def wrong(self, args, kwargs, length, axis):
         args, found = function(self, args, kwargs, length, axis)
@@ -253,7 +249,6 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
         f"{CONTEXT}.merged_attention._Merged.add",
         unweighted,
     ),
-    "each context rank counts its own tokens": ("Llama", CP, SCALED, means_of_ranks),
     "labels are shifted after the cut": (
         "Llama",
         CP,

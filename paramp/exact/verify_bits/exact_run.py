@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ...base.errors import require
 from ...config.reproducible import Reproducible
 from ...config.schema import Config
 from ...distributed.context import ParallelContext
@@ -26,7 +27,13 @@ WEIGHT_DECAY = 0.1
 
 
 def in_exact_mode(config: Config) -> Config:
-    """``config`` with ``reproducible``, its own or True."""
+    """``config`` with ``reproducible``, its own or True.
+
+    Raises:
+        ConfigError: it cuts sequences.
+    """
+    whole = "1 with exact, which joins no cut sequences; compare what both runs save"
+    require(config.parallel.context.size == 1, "parallel.context.size", config.parallel.context.size, whole)
     return replace(config, reproducible=config.reproducible or True)
 
 
