@@ -275,6 +275,8 @@ INVENTORY = (
     Private("transformers.PreTrainedModel", "_init_weights _pp_plan", "a model on meta, and its pipeline plan"),
     Private("transformers.PreTrainedModel", "_weight_conversions", "saving as it was loaded", optional=True),
     Private("transformers.PreTrainedConfig", "_name_or_path", "the folder that a model came from"),
+    Private("transformers.PreTrainedModel", "_can_set_attn_implementation", "whether its attention is looked up"),
+    Private("transformers.PreTrainedConfig", "_attn_implementation", "the attention that is replaced over ranks"),
     Private("transformers.PreTrainedConfig", "_experts_implementation", "which products experts call"),
     Private("transformers.PreTrainedConfig", "_commit_hash", "the folder that a model came from", optional=True),
     Private(

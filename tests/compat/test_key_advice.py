@@ -78,7 +78,7 @@ MEANT = [
     ({TENSOR: 4}, "tensor_parallel_degree=4 parallelism.tensor_parallel_degree=4 tp_size=4 tp_degree=4 autotp_size=4"),
     ({TENSOR: 2}, "tp=True tp=-1"),
     ({"parallel.expert": 4}, "ep=4 expert_model_parallel_size=4 expert_parallel_degree=4"),
-    ({"parallel.context": 2}, "cp=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2"),
+    ({"parallel.context.size": 2}, "cp=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2"),
     ({TENSOR: 2, "parallel.sequence_parallel": True}, "sequence_parallel=True"),
     ({PIPELINE: 4}, "pp=4 pipeline=4 parallel.pp=4 pipeline_parallel=4 pipeline_parallel_size=4 pp_degree=4"),
     ({PIPELINE: 4}, "pipeline_model_parallel_size=4 pipeline_parallel_degree=4 parallelism.pipeline_parallel_degree=4"),

@@ -148,7 +148,7 @@ def num_groups(monkeypatch, start, rank, world_size):
 @pytest.mark.parametrize("last", [False, True])
 def test_a_rank_of_4096_makes_as_many_groups_as_one_of_16(monkeypatch, rank_of_world, last):
     counts = [num_groups(monkeypatch, rank_of_world, size - 1 if last else 0, size) for size in (16, 4096)]
-    assert counts == [6, 6]  # the world, pp, dp, tp, the model's and the ties'
+    assert counts == [7, 7]  # the world, pp, dp, tp, the model's, the ties' and that of a rank alone, for cp and ep
 
 
 @on_ranks(2)

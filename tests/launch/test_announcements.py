@@ -36,7 +36,7 @@ def test_only_settings_that_differ_from_the_default_are_logged():
     ):
         config, job = configure(arguments.split())
         axis, lines = SimpleNamespace(size=1), []
-        context = SimpleNamespace(is_main=True, config=config, world_size=1, batch_axis=axis, device="cpu")
+        context = SimpleNamespace(is_main=True, config=config, world_size=1, dp=axis, device="cpu")
         reporter = SimpleNamespace(say=lines.append)
         announce(reporter, context, job, facts_of(context, corpus, 7), corpus.notes)
         first, facts, note = lines

@@ -381,6 +381,16 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
 
 
 @on_ranks(2)
+def test_a_sequence_of_fewer_tokens_than_parts_trains(world):
+    (batch, *_) = batches("Llama")
+    batch = {name: value[:, 10:13] for name, value in batch.items()}
+    loss = float(build("Llama")(**batch).loss.detach())
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        found = engine_of(build("Llama"), None).forward_backward(batch)
+        assert float(found) == pytest.approx(loss, rel=1e-5)
+
+
+@on_ranks(2)
 def test_positions_that_are_counted_over_ranks_are_right(world):
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         model = Counted(paramp.token_positions)

@@ -147,7 +147,7 @@ def _try(
     is_first: bool,
 ) -> None:
     """Raise a ConfigError, on every rank, if the ``stage`` computes other outputs for the first tokens when cut."""
-    tokens = min(TRIED * axis.multiple, length // axis.multiple * axis.multiple)
+    tokens = min(TRIED * axis.multiple, length)
     if not is_first:
         args = axis.joined_tokens(args, length)
 
@@ -196,7 +196,8 @@ def _compare(
             ours, theirs = ours[seen], theirs[seen]
         difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
         worst = torch.maximum(worst, difference)
-    dist.all_reduce(worst, dist.ReduceOp.MAX, context.cp.group)
+    for axis in (context.cp, context.tensor_axis):  # ranks that would wait for one that raises alone
+        dist.all_reduce(worst, dist.ReduceOp.MAX, axis.group)
     precision = context.config.precision
     most = LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
     if compares and not float(worst) <= most:
