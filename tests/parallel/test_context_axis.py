@@ -381,6 +381,22 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
 
 
 @on_ranks(2)
+def test_documents_may_be_given_as_to_flash_attention(world):
+    (batch, *_) = batches("packed")
+    batch = {name: value[1:2] for name, value in batch.items()}
+    batch["labels"] = batch["input_ids"]
+    expected = float(build("packed")(**batch, use_cache=False).loss.detach())
+    limits = torch.tensor([0, 11, 20, LENGTH], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits, "max_length_q": 12, "max_length_k": 12}
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(build("packed"), None)
+        assert float(engine.forward_backward({**batch, **flash})) == pytest.approx(expected, rel=1e-5)
+        engine.step()
+        with pytest.raises(paramp.ConfigError, match=r"expected cu_seq_lens_q and an equal .* the 32 tokens"):
+            engine.forward_backward({**batch, **flash, "cu_seq_lens_k": limits + 1})
+
+
+@on_ranks(2)
 def test_a_sequence_of_fewer_tokens_than_parts_trains(world):
     (batch, *_) = batches("Llama")
     batch = {name: value[:, 10:13] for name, value in batch.items()}

@@ -120,11 +120,11 @@ def _sharded(
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal tried
         length = length_of(args, kwargs) if is_first else _length_behind(args[0].shape[1] * axis.size, kwargs, axis)
+        own_args, own_kwargs = cut(args, kwargs, length)
         if not tried and ACTIVE:
             _try(stage, inputs, axis, context, args, kwargs, length, is_first)
             tried = True
-        args, kwargs = cut(args, kwargs, length)
-        return stage.forward(*args, **kwargs)
+        return stage.forward(*own_args, **own_kwargs)
 
     return with_forward(stage, forward)
 

@@ -30,6 +30,9 @@ LAYERS = "full_attention", "sliding_attention"
 POSITIONS = frozenset({"position_ids"})
 """Inputs with the tokens in the last dim."""
 
+LIMITS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
+"""Inputs of flash attention: where packed documents begin and end, and how long they are."""
+
 
 class PretrainedInputs(SequenceInputs):
     """The inputs of one model of the transformers library."""
@@ -70,6 +73,7 @@ class PretrainedInputs(SequenceInputs):
             self._model.set_attn_implementation(NAME)
 
     def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+        some = {name: value for name, value in some.items() if name not in LIMITS}
         documents = None if whole.get("attention_mask") is not None else _documents(whole)
         if documents is None or not bool(documents.diff(dim=1).any()):
             return some
@@ -89,12 +93,14 @@ class PretrainedInputs(SequenceInputs):
             kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         _check_routers(kwargs, "a batch")
+        limits = {name: kwargs.pop(name) for name in LIMITS if name in kwargs}
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
         first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         added = -length % axis.multiple
         if "position_ids" not in kwargs and self._takes("position_ids"):
             found["position_ids"] = axis.positions((length + added) // axis.size, first.device)[None]
-        if (documents := _documents(kwargs)) is None and added:  # of which only later tokens are hidden by their places
+        documents = _packed(limits, first, length) if limits else _documents(kwargs)
+        if documents is None and added:  # of which only later tokens are hidden by their places
             documents = torch.ones(1, length, dtype=torch.long, device=first.device)
         if documents is not None:
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
@@ -148,6 +154,19 @@ def _documents(inputs: Mapping[str, Any]) -> torch.Tensor | None:
         starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
         return starts.cumsum(1) + 1
     return None
+
+
+def _packed(limits: Mapping[str, Any], first: torch.Tensor, length: int) -> torch.Tensor:
+    """The number of each token's document, (1, tokens), by the ``limits`` that flash attention takes."""
+    found = [limits.get(name) for name in LIMITS[:2]]
+    starts, ends = (x if isinstance(x, torch.Tensor) and x.ndim == 1 else first.new_zeros(1) for x in found)
+    if not torch.equal(starts, ends) or int(starts[-1]) != length or len(first) != 1:
+        raise ConfigError(
+            f"inputs: got {', '.join(limits)} for a batch of shape {tuple(first.shape[:2])}, expected cu_seq_lens_q "
+            f"and an equal cu_seq_lens_k, 1-dim, from 0 to the {length} tokens of a batch of 1"
+        )
+    places = torch.arange(length, device=starts.device, dtype=starts.dtype)
+    return torch.searchsorted(starts, places, right=True)[None]
 
 
 def context_attention(
