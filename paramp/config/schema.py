@@ -122,7 +122,6 @@ class Config:
         self._check_halves()
         self._check_compile_options()
         self._check_shard()
-        self._check_context()
         self._check_reproducible()
         accumulation = self.gradient_accumulation
         require(accumulation >= 1, "gradient_accumulation", accumulation, "an integer of 1 or more")
@@ -160,12 +159,6 @@ class Config:
             require(precision.masters != "remainder", "masters", precision.masters, kept)
             added = f"None, {why} FSDP2 adds gradients up in reduce_dtype; set that instead"
             require(precision.grad_dtype is None, "grad_dtype", precision.grad_dtype, added)
-
-    def _check_context(self) -> None:
-        """Check what does not go with sequences that are cut over the context axis."""
-        if self.parallel.context.size > 1:
-            why = f"because parallel.context.size is {self.parallel.context.size}"
-            require(self.compile is False, "compile", self.compile, f"False, {why}, and its attention is not compiled")
 
     def _check_reproducible(self) -> None:
         """Check what would let bits depend on the layout."""

@@ -20,6 +20,7 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ...base.trees import leaves, map_tensors
+from ...base.uncompiled import uncompiled
 from ...distributed.context import ParallelContext
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
@@ -179,6 +180,7 @@ def active() -> SequenceAxis:
 _plain = F.scaled_dot_product_attention
 
 
+@uncompiled  # exchanges, and a choice of tiles on the host
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
@@ -169,6 +170,7 @@ def _packed(limits: Mapping[str, Any], first: torch.Tensor, length: int) -> torc
     return torch.searchsorted(starts, places, right=True)[None]
 
 
+@uncompiled
 def context_attention(
     module: nn.Module,
     query: torch.Tensor,
