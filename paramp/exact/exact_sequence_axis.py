@@ -41,7 +41,6 @@ class ExactSequenceAxis(SequenceAxis):
         super().__init__(context)
         self._forwards, self._inside, self._sizes = forwards, inside, forwards.layout
         self.multiple, self.origin = self._sizes.sequences.count, "reproducible.sequence_slices"
-        self._device = context.device
 
     def layout(self, local_length: int) -> SequenceLayout:
         return SequenceLayout(self._group, self._rank, self.size, local_length * self.size, "contiguous")
@@ -53,7 +52,7 @@ class ExactSequenceAxis(SequenceAxis):
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """``count`` of all ranks."""
         if self.size > 1:
-            count = count.to(self._device, copy=True)
+            count = count.to(self.device, copy=True)
             all_reduce_(count, self._group)
         return count
 

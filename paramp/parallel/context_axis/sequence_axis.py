@@ -54,11 +54,13 @@ class SequenceAxis:
     Attributes:
         multiple: what the length of a whole sequence has to be a multiple of.
         origin: says in a message what this number is.
+        device: of this rank.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         axis = context.cp
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
+        self.device = context.device
         self._method = context.config.parallel.context.method
         self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
         self.multiple, self.origin = 2 * axis.size, f"twice parallel.context {axis.size}"

@@ -96,13 +96,13 @@ class PretrainedInputs(SequenceInputs):
         _check_routers(kwargs, "a batch")
         limits = {name: kwargs.pop(name) for name in LIMITS if name in kwargs}
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
-        first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
         added = -length % axis.multiple
         if "position_ids" not in kwargs and self._takes("position_ids"):
-            found["position_ids"] = axis.positions((length + added) // axis.size, first.device)[None]
+            found["position_ids"] = axis.positions((length + added) // axis.size, axis.device)[None]
         documents = _packed(limits, first, length) if limits else _documents(kwargs)
         if documents is None and added:  # of which only later tokens are hidden by their places
-            documents = torch.ones(1, length, dtype=torch.long, device=first.device)
+            documents = torch.ones(1, length, dtype=torch.long, device=axis.device)
         if documents is not None:
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
         if "labels" in kwargs:
@@ -157,13 +157,14 @@ def _documents(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return None
 
 
-def _packed(limits: Mapping[str, Any], first: torch.Tensor, length: int) -> torch.Tensor:
+def _packed(limits: Mapping[str, Any], first: torch.Tensor | None, length: int) -> torch.Tensor:
     """The number of each token's document, (1, tokens), by the ``limits`` that flash attention takes."""
     found = [limits.get(name) for name in LIMITS[:2]]
-    starts, ends = (x if isinstance(x, torch.Tensor) and x.ndim == 1 else first.new_zeros(1) for x in found)
-    if not torch.equal(starts, ends) or int(starts[-1]) != length or len(first) != 1:
+    starts, ends = (x if isinstance(x, torch.Tensor) and x.ndim == 1 else torch.zeros(1) for x in found)
+    shape = (1, length) if first is None else tuple(first.shape[:2])
+    if not torch.equal(starts, ends) or int(starts[-1]) != length or shape[0] != 1:
         raise ConfigError(
-            f"inputs: got {', '.join(limits)} for a batch of shape {tuple(first.shape[:2])}, expected cu_seq_lens_q "
+            f"inputs: got {', '.join(limits)} for a batch of shape {shape}, expected cu_seq_lens_q "
             f"and an equal cu_seq_lens_k, 1-dim, from 0 to the {length} tokens of a batch of 1"
         )
     places = torch.arange(length, device=starts.device, dtype=starts.dtype)
