@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from cut_batches import LENGTH, cut_batches
 from families import cases, family, number, rarely
 from pool import on_ranks
 from small_engines import engine_of, own_part
@@ -16,7 +17,7 @@ from paramp.config.files import load
 from paramp.models.gpt import GPT, GPTConfig
 from paramp.parallel.context_axis import sequence_axis
 
-STEPS, BATCH, LENGTH, LR = number(3, 20), 4, 32, 0.05
+STEPS, LR = number(3, 20), 0.05
 LAYOUTS = {
     "cp4": {"context": 4},
     "cp2·tp2": {"context": 2, "tensor": 2},
@@ -59,22 +60,11 @@ def build(kind):
 
 
 def batches(kind):
-    """Batches in which tokens with a loss are unequally many in the parts of a sequence; some parts have none."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        tokens = torch.randint(1, 100, (BATCH, LENGTH - 3 * (kind == "odd length")), generator=generator)
-        labels = tokens.clone()
-        labels[:, : 5 + step % 3] = labels[1, 10:] = -100
-        batch = {"input_ids": tokens, "labels": labels}
+    for batch in cut_batches(kind, STEPS, length=LENGTH - 3 * (kind == "odd length")):
         if kind == "padded":
-            batch["attention_mask"] = torch.ones_like(tokens)
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             batch["attention_mask"][2, 25:] = batch["attention_mask"][3, :6] = 0
-            labels[3, :6] = -100  # the loss of padding at the end counts, as it does on one process
-        if kind == "packed":
-            positions = torch.arange(LENGTH).repeat(BATCH, 1)
-            positions[:, 11:] -= 11
-            positions[1, 20:] -= 9
-            batch["position_ids"] = positions
+            batch["labels"][3, :6] = -100  # the loss of padding at the end counts, as it does on one process
         yield batch
 
 

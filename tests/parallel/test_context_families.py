@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from cut_batches import cut_batches
 from families import cases, family
 from pool import on_ranks
 from small_engines import engine_of
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 
 from pretrained import DECODER, TOKENS
 
-STEPS, BATCH, LENGTH, WINDOW, LR = 3, 4, 32, 7, 0.05
+STEPS, WINDOW, LR = 3, 7, 0.05
 SIZES = {**DECODER, "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64}
 HEADS = {**SIZES, "head_dim": 8}
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -152,23 +153,12 @@ def build(name):
 
 
 def batches(name, kind):
-    """Batches in which tokens with a loss are unequally many in the parts of a sequence."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        tokens = torch.randint(3, 100, (BATCH, LENGTH), generator=generator)
-        labels = tokens.clone()
-        labels[:, : 5 + step] = labels[1, 10:] = -100
-        batch = {"input_ids": tokens, "labels": labels}
+    for batch in cut_batches(kind, STEPS, lowest=3):
         if kind == "padded":  # less than a window, beyond which some models compute NaN in fp64
-            batch["attention_mask"] = torch.ones_like(tokens)
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             padding = slice(27, None) if name in RIGHT else slice(6)
             batch["attention_mask"][2, 27:] = batch["attention_mask"][3, padding] = 0
-            labels[2, 27:] = labels[3, padding] = -100
-        if kind == "packed":
-            positions = torch.arange(LENGTH).repeat(BATCH, 1)
-            positions[:, 11:] -= 11
-            positions[1, 20:] -= 9
-            batch["position_ids"] = positions
+            batch["labels"][2, 27:] = batch["labels"][3, padding] = -100
         yield batch
 
 
