@@ -130,7 +130,7 @@ class ByHand:
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, **ADAMW)
         self.norm = torch.zeros(())
-        table: Any = model.model.embedding.positions  # type: ignore[union-attr]
+        table = model.model.get_submodule("embedding.positions")
         table.register_forward_pre_hook(lambda _, args: (self.places,))
 
     def train(self, x: torch.Tensor, y: torch.Tensor) -> None:

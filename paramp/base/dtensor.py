@@ -75,6 +75,11 @@ def wrap(
     )
 
 
+def resized(part: torch.Tensor, like: DTensor, dim: int) -> DTensor:
+    """A DTensor laid out as ``like``, but for the size of ``dim``, which is not sharded: that of its local ``part``."""
+    return wrap(part, like, shape=torch.Size([*like.shape[:dim], part.shape[dim], *like.shape[dim + 1 :]]))
+
+
 def of_spec(part: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Make a DTensor with the local tensor ``part`` (any dims and dtype; not copied), laid out as in ``spec``.
 

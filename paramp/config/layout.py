@@ -171,11 +171,9 @@ class ParallelConfig:
         divisor = f"a divisor of {self.shard}, because data.shard is {self.shard}, and its ranks share the experts"
         require(self.shard == 1 or self.shard % self.expert == 0, "expert", self.expert, divisor)
         if self.shard > 1:
-            apart = (
-                f"1, because parallel.context.size is {self.context.size}, and FSDP2 sums gradients of experts over "
-            )
-            apart += "data ranks only"
-            require(self.expert == 1 or self.context.size == 1, "expert", self.expert, apart)
+            size = self.context.size
+            why = f"because parallel.context.size is {size}, and FSDP2 sums gradients of experts over data ranks only"
+            require(self.expert == 1 or size == 1, "expert", self.expert, f"1, {why}")
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
             require(self.zero == 0, "zero", self.zero, done)
             name, row = self.pipeline.schedule, self.pipeline.row

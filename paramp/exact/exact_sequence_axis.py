@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ..base.collectives import all_reduce_
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..distributed.token_positions import ACTIVE
@@ -41,13 +41,10 @@ class ExactSequenceAxis(SequenceAxis):
         super().__init__(context)
         self._forwards, self._inside, self._sizes = forwards, inside, forwards.layout
         self.multiple, self.origin = self._sizes.sequences.count, "reproducible.sequence_slices"
+        self.num_averaged = 1  # gradients are summed over the axis
 
     def layout(self, local_length: int) -> SequenceLayout:
         return SequenceLayout(self._group, self._rank, self.size, local_length * self.size, "contiguous")
-
-    def join(self, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """As in the base class; the gradient is this rank's part of it, and is summed, not averaged, over ranks."""
-        return local if self.size == 1 else cast(torch.Tensor, _JoinWhole.apply(local, dim, self))
 
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """``count`` of all ranks."""
@@ -91,8 +88,7 @@ class ExactSequenceAxis(SequenceAxis):
                 "samples, reproducible.chunk"
             )
         if is_dtensor(rows):
-            whole = self._rows(rows.to_local())
-            return type(rows).from_local(whole, rows.device_mesh, rows.placements, run_check=False)
+            return resized(self._rows(rows.to_local()), rows, 0)
         return self.join(rows.unflatten(0, (samples, -1)), 1).flatten(0, 1)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -193,15 +189,3 @@ def _given(noise: torch.Tensor | None) -> products.Noise:
         return noise
 
     return given
-
-
-class _JoinWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, dim: int, axis: ExactSequenceAxis) -> torch.Tensor:
-        ctx.dim, ctx.axis, ctx.length = dim, axis, local.shape[dim]
-        return torch.cat(gathered(local, axis._group), dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        own = gradient.narrow(ctx.dim, ctx.axis._rank * ctx.length, ctx.length)
-        return own.contiguous(), None, None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor
+from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, unbound, with_parameters
 from .running_modules import Forwards, unwatched
@@ -87,6 +87,5 @@ def _dim_of_tokens(forwards: Forwards, module: nn.Module, x: Any, others: Sequen
 def _joined(outputs: Sequence[Any], dim: int) -> Any:
     first = outputs[0]
     if is_dtensor(first):  # logits over a sharded vocabulary
-        whole = join([one.to_local() for one in outputs], dim)
-        return type(first).from_local(whole, first.device_mesh, first.placements, run_check=False)
+        return resized(join([one.to_local() for one in outputs], dim), first, dim)
     return join(outputs, dim)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from ..base.collectives import sends_by_host
 from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
@@ -74,9 +75,9 @@ class Pipeline:
         self._setting = StageSetting(context, observers, numerics)
         self.last_rank = config.rank_of(config.num_stages - 1)
         """The pipeline rank that has the last stage."""
-        if context.device.type == "cuda" and dist.get_backend(context.pp.group) == "gloo":
+        if sends_by_host(context.device, context.pp.group):
             for stage in stages:
-                stage.link_device = torch.device("cpu")  # gloo does not send CUDA tensors reliably
+                stage.link_device = torch.device("cpu")
         self._schedules: dict[tuple[Any, int, bool, bool], _Ready] = {}
         self._loss: Callable[[Any, Batch], torch.Tensor] | None = None
         self._failure: Exception | None = None

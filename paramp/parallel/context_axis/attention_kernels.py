@@ -13,6 +13,7 @@ key has the output 0 and the log-sum-exp -inf; :meth:`backward` gets +inf for it
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +48,10 @@ class Scores:
     """The number among all ranks of the first head of the queries."""
 
 
-class PlainKernel:
-    """Products and a softmax of torch, in fp32 or wider: with soft caps and dropout, on any device, of small tiles."""
+class AttentionKernel(ABC):
+    """Computes the attention of tiles of queries and keys."""
 
-    joins = False
+    joins = True
     """Whether tiles without a mask may be large."""
 
     def dtype(self, given: torch.dtype) -> torch.dtype:
@@ -59,10 +60,28 @@ class PlainKernel:
 
     def features(self, given: int) -> int | None:
         """How many features heads have to have; None: any, keys and values different ones."""
+        return given
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scores: Scores) -> Any:
+        """The output and the log-sum-exp."""
+
+    @abstractmethod
+    def backward(
+        self, gradient: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, tile: Tile, scores: Scores
+    ) -> Three:
+        """The gradients of ``qkv``; ``out`` and ``lse`` are of all keys."""
+
+
+class PlainKernel(AttentionKernel):
+    """Products and a softmax of torch, in fp32 or wider: with soft caps and dropout, on any device, of small tiles."""
+
+    joins = False
+
+    def features(self, given: int) -> None:
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scores: Scores) -> Any:
-        """The output and the log-sum-exp."""
         weights, _ = self._scores(q, k, tile, scores)
         highest = weights.amax(-1, keepdim=True)
         highest.masked_fill_(highest == -math.inf, 0)
@@ -76,7 +95,6 @@ class PlainKernel:
     def backward(
         self, gradient: torch.Tensor, qkv: Three, out: torch.Tensor, lse: torch.Tensor, tile: Tile, scores: Scores
     ) -> Three:
-        """The gradients of ``qkv``; ``out`` and ``lse`` are of all keys."""
         q, k, v = qkv
         weights, cap_slope = self._scores(q, k, tile, scores)
         weights = weights.sub_(lse.unsqueeze(-1)).exp_()
@@ -114,19 +132,11 @@ class PlainKernel:
         return keeps.to(like.dtype).div_(1 - scores.dropout)
 
 
-class FlashKernel:
+class FlashKernel(AttentionKernel):
     """torch's flash attention for CPUs.
 
     Halves are computed in fp32, which needs no hardware for halves and rounds each result once.
     """
-
-    joins = True
-
-    def dtype(self, given: torch.dtype) -> torch.dtype:
-        return wide(given)
-
-    def features(self, given: int) -> int | None:
-        return given
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scores: Scores) -> Any:
         mask = scores.visible.mask(tile, q.device) if tile.sees is Sees.MASKED else None
@@ -211,7 +221,7 @@ class CudaKernel(FlashKernel):
         return grad_q, _summed(grad_k, k), _summed(grad_v, v)
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, scores: Scores) -> PlainKernel | FlashKernel:
+def kernel_for(device: torch.device, dtype: torch.dtype, scores: Scores) -> AttentionKernel:
     """The kernel that can compute these scores of tensors of that dtype on that device."""
     if scores.softcap is not None or scores.dropout:  # flash attention has neither soft caps nor a dropout by position
         return PlainKernel()

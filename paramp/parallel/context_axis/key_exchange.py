@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...base.collectives import all_gather_single, reduce_scatter_single
+from ...base.collectives import all_gather_single, reduce_scatter_single, sends_by_host
 from .merged_attention import KeyExchange, Visit, VisitBack, packed, unpacked
 from .sequence_layout import SequenceLayout
 
@@ -106,9 +106,8 @@ class _Transfer:
 
     def __init__(self, sent: torch.Tensor, layout: SequenceLayout) -> None:
         group, rank, size = layout.group, layout.rank, layout.size
-        # gloo does not send CUDA tensors reliably
-        self._device, by_host = sent.device, sent.is_cuda and dist.get_backend(group) == "gloo"
-        self._sent = sent.cpu() if by_host else sent
+        self._device = sent.device
+        self._sent = sent.cpu() if sends_by_host(sent.device, group) else sent
         self._received = torch.empty_like(self._sent)
         self._works = dist.batch_isend_irecv(
             [

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...base.dtensor import is_dtensor
+from ...base.collectives import all_gather_single
+from ...base.dtensor import is_dtensor, local, resized
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ...base.trees import leaves, map_tensors
@@ -55,12 +56,14 @@ class SequenceAxis:
         multiple: what the length of a whole sequence has to be a multiple of.
         origin: says in a message what this number is.
         device: of this rank.
+        num_averaged: over how many ranks the engine averages the gradients of one loss of whole sequences, which each
+            of them computes.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         axis = context.cp
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
-        self.device = context.device
+        self.device, self.num_averaged = context.device, axis.size
         self._method = context.config.parallel.context.method
         self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
         self.multiple, self.origin = 2 * axis.size, f"twice parallel.context {axis.size}"
@@ -72,16 +75,14 @@ class SequenceAxis:
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's tokens of ``whole``, which has a multiple of :attr:`multiple` tokens in ``dim``."""
-        return whole.index_select(dim, self.positions(whole.shape[dim] // self.size, whole.device))
+        return self.layout(whole.shape[dim] // self.size).shard(whole, dim, self._rank)
 
-    def join(self, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole sequence of this rank's tokens ``local``, on every rank, differentiable.
+    def join(self, tokens: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole sequence of this rank's ``tokens``, on every rank, differentiable.
 
-        Each rank computes the same loss of it, and the engine averages over all ranks that have a part of the batch: so
-        the gradient is ``size`` times that of this rank's tokens.
+        The gradient is :attr:`num_averaged` times that of this rank's tokens.
         """
-        joined: torch.Tensor = _JoinTokens.apply(local, dim, self)
-        return joined
+        return tokens if self.size == 1 else cast(torch.Tensor, _JoinTokens.apply(tokens, dim, self))
 
     def positions(self, length: int, device: torch.device | str | None) -> torch.Tensor:
         """The places of this rank's ``length`` tokens, (length,), int64."""
@@ -99,8 +100,7 @@ class SequenceAxis:
             if tensor.ndim < 2 or tensor.shape[1] != padded // self.size:
                 return tensor
             if is_dtensor(tensor):  # logits over a sharded vocabulary
-                whole = joined(tensor.to_local())
-                return type(tensor).from_local(whole, tensor.device_mesh, tensor.placements, run_check=False)
+                return resized(joined(tensor.to_local()), tensor, 1)
             return self.join(tensor, 1).narrow(1, 0, length)
 
         return map_tensors(joined, tree)
@@ -148,8 +148,8 @@ class SequenceAxis:
     def _known(self, numbers: torch.Tensor, batch: int, layout: SequenceLayout) -> Documents:
         """The documents of ``numbers``, (batch or 1, 1, 1, tokens); one exchange for all layers."""
         if self._documents is None or self._documents[0]() is not numbers:
-            local = numbers[:, 0, 0].expand(batch, -1).long()
-            self._documents = ref(numbers), Documents(local, layout)
+            own = numbers[:, 0, 0].expand(batch, -1).long()
+            self._documents = ref(numbers), Documents(own, layout)
         return self._documents[1]
 
 
@@ -160,18 +160,16 @@ def numbers_of(seen: torch.Tensor) -> torch.Tensor:
 
 class _JoinTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, dim: int, axis: SequenceAxis) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, dim: int, axis: SequenceAxis) -> torch.Tensor:
         ctx.dim, ctx.axis = dim, axis
-        local = local.movedim(dim, 0).contiguous()
-        parts = local.new_empty(axis.size * local.shape[0], *local.shape[1:])
-        dist.all_gather(list(parts.chunk(axis.size)), local, group=axis._group)
-        layout = axis.layout(local.shape[0])
-        places = torch.cat([layout.positions(rank, local.device) for rank in range(axis.size)])
-        return parts.index_select(0, places.argsort()).movedim(0, dim)
+        parts = tokens.new_empty(axis.size, *tokens.shape)
+        all_gather_single(parts.view(-1), tokens.contiguous().view(-1), group=axis._group)
+        return axis.layout(tokens.shape[dim]).whole(parts.unbind(), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.axis.cut(gradient, ctx.dim) * ctx.axis.size, None, None
+        own = ctx.axis.cut(gradient, ctx.dim)
+        return own if ctx.axis.num_averaged == 1 else own * ctx.axis.num_averaged, None, None
 
 
 def active() -> SequenceAxis:
@@ -235,7 +233,7 @@ class SequencePlaces:
     """Where in whole sequences the values of a rank's tensors are; tensors are told by their shapes."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self._axis, self._tensor = SequenceAxis(context), context.tensor_axis
+        self._tensor = context.tensor_axis
         self._microbatches = context.config.parallel.pipeline.num_microbatches
         self._length = self._samples = 0
 
@@ -249,9 +247,10 @@ class SequencePlaces:
 
         The tokens are in dim 1, in dim 2 of four (heads before them), or in rows, sequence by sequence.
         """
-        value = (value.to_local() if is_dtensor(value) else value).detach()
-        whole = torch.arange(self._length)
-        part = self._axis.positions((self._length + -self._length % self._axis.multiple) // self._axis.size, "cpu")
+        if not ACTIVE:
+            return ()
+        value, axis, whole = local(value).detach(), active(), torch.arange(self._length)
+        part = axis.positions((self._length + -self._length % axis.multiple) // axis.size, "cpu")
         slices = part.chunk(self._tensor.size)[self._tensor.rank] if len(part) % self._tensor.size == 0 else part
         for places in (part, whole, slices):
             rows = value.ndim == 2 and len(value) == len(places) * self._samples

@@ -66,9 +66,7 @@ class SequenceLayout:
         """What ``rank`` has, in the order in which it has it."""
         if self.cut == "contiguous" or self.size == 1:
             return ((rank * self.local_length, (rank + 1) * self.local_length),)
-        part, last = self.local_length // 2, 2 * self.size - 1
-        head, tail = (rank * part, (rank + 1) * part), ((last - rank) * part, (last - rank + 1) * part)
-        return ((head[0], tail[1]),) if head[1] == tail[0] else (head, tail)
+        return head_and_tail(rank, self.size, self.length)
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Where in the sequence the tokens of ``rank`` are: (local length,) int64, ascending."""
@@ -86,4 +84,16 @@ class SequenceLayout:
 
     def shard(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The tokens of ``rank``, a copy, of a sequence along ``dim``."""
-        return torch.cat([whole.narrow(dim, start, end - start) for start, end in self.segments(rank)], dim)
+        return taken(whole, dim, self.segments(rank))
+
+
+def head_and_tail(rank: int, size: int, length: int) -> Segments:
+    """What ``rank`` of ``size`` has of ``length`` tokens that are cut ``"head-to-tail"``."""
+    part, last = length // (2 * size), 2 * size - 1
+    head, tail = (rank * part, (rank + 1) * part), ((last - rank) * part, (last - rank + 1) * part)
+    return ((head[0], tail[1]),) if head[1] == tail[0] else (head, tail)
+
+
+def taken(whole: torch.Tensor, dim: int, segments: Segments) -> torch.Tensor:
+    """The tokens of ``segments``, a copy, of a sequence along ``dim``."""
+    return torch.cat([whole.narrow(dim, start, end - start) for start, end in segments], dim)

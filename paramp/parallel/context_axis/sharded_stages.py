@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -103,107 +104,98 @@ def shard_stages(
             )
         return found
 
-    return [_sharded(stage, inputs, axis, context, is_first=not index) for index, stage in enumerate(stages)], loss
+    cut = [CutStage(stage, inputs, axis, context, is_first=not index) for index, stage in enumerate(stages)]
+    return [with_forward(one.stage, one.forward) for one in cut], loss
 
 
-def _sharded(
-    stage: nn.Module, inputs: SequenceInputs, axis: SequenceAxis, context: ParallelContext, *, is_first: bool
-) -> nn.Module:
-    """``stage`` with a forward of whole inputs; a later one gets this rank's tokens of hidden states."""
-    tried = False
+@dataclass
+class CutStage:
+    """A stage whose forward takes whole inputs; a later one gets this rank's tokens of hidden states."""
 
-    def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> Any:
-        if is_first:
-            return inputs.cut(args, kwargs, length, axis)
-        return args, inputs.cut((), kwargs, length, axis)[1]
+    stage: nn.Module
+    inputs: SequenceInputs
+    axis: SequenceAxis
+    context: ParallelContext
+    is_first: bool
+    is_tried: bool = False
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal tried
-        length = length_of(args, kwargs) if is_first else _length_behind(args[0].shape[1] * axis.size, kwargs, axis)
-        own_args, own_kwargs = cut(args, kwargs, length)
-        if not tried and ACTIVE:
-            _try(stage, inputs, axis, context, args, kwargs, length, is_first)
-            tried = True
-        return stage.forward(*own_args, **own_kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stage computes for this rank's tokens."""
+        if self.is_first:
+            length = length_of(args, kwargs)
+            own_args, own_kwargs = self.inputs.cut(args, kwargs, length, self.axis)
+        else:
+            length = _length_behind(args[0].shape[1] * self.axis.size, kwargs, self.axis)
+            own_args, own_kwargs = args, self.inputs.cut((), kwargs, length, self.axis)[1]
+        if not self.is_tried and ACTIVE:
+            self._try(args, kwargs, length)
+            self.is_tried = True
+        return self.stage.forward(*own_args, **own_kwargs)
 
-    return with_forward(stage, forward)
+    @torch.no_grad()
+    def _try(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> None:
+        """Raise a ConfigError, on every rank, if the stage computes other outputs for the first tokens when cut."""
+        axis, tokens = self.axis, min(TRIED * self.axis.multiple, length)
+        if not self.is_first:
+            args = axis.joined_tokens(args, length)
+
+        def first(_: str, leaf: Any) -> Any:
+            has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
+            return leaf.narrow(1, 0, tokens).contiguous() if has_tokens else leaf
+
+        args, some = map_leaves(first, (args, dict(kwargs)), "inputs")
+        kwargs = self.inputs.tried(some, kwargs)
+        training = [module for module in self.stage.modules() if module.training]
+        for module in training:
+            module.training = False
+        active = ACTIVE[:]
+        try:
+            with axis.trial(), forked(self.context.device):  # a run that goes on from a checkpoint tries once more
+                some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
+                found = axis.joined_tokens(self.stage.forward(*some_args, **some_kwargs), tokens)
+                ACTIVE.clear()
+                with self.inputs.whole():
+                    expected = self.stage.forward(*args, **kwargs)
+        finally:
+            ACTIVE[:] = active
+            torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
+            for module in training:
+                module.training = True
+        with axis.trial():
+            self._compare(found, expected, tokens, self.inputs.seen(kwargs))
+
+    def _compare(self, found: Any, expected: Any, tokens: int, seen: torch.Tensor | None) -> None:
+        name = type(self.stage).__name__
+        worst = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        pairs = zip(tensors(found), tensors(expected), strict=True)
+        compares = False
+        for ours, theirs in ((local(ours), local(theirs)) for ours, theirs in pairs):
+            if theirs.ndim < 2 or not theirs.is_floating_point():
+                continue
+            compares = True
+            if ours.shape != theirs.shape or theirs.shape[1] != tokens:
+                raise ConfigError(
+                    f"parallel.context.size: {name} returned {tuple(theirs.shape)} for {tokens} tokens, expected the "
+                    "tokens in dim 1, because the axis cuts sequences; set it to 1"
+                )
+            if seen is not None:
+                ours, theirs = ours[seen], theirs[seen]
+            difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
+            worst = torch.maximum(worst, difference)
+        for axis in (self.context.cp, self.context.tensor_axis):  # ranks that would wait for one that raises alone
+            dist.all_reduce(worst, dist.ReduceOp.MAX, axis.group)
+        precision = self.context.config.precision
+        most = LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
+        if compares and not float(worst) <= most:
+            raise ConfigError(
+                f"parallel.context.size: {name} computes something else from a part of a sequence: its outputs for the "
+                f"first {tokens} tokens are off by {float(worst):.2g} of their norm, expected at most {most:g}. It "
+                "mixes tokens other than by attention, attends over packed documents, or counts their places itself "
+                "(paramp.token_positions counts them over all ranks); set the size to 1"
+            )
 
 
 def _length_behind(padded: int, kwargs: Mapping[str, Any], axis: SequenceAxis) -> int:
     """The tokens of whole sequences in a later stage: of an input to which tokens were added up to ``padded``."""
     lengths = {leaf.shape[1] for leaf in tensors(dict(kwargs)) if leaf.ndim > 1}
     return max((one for one in lengths if one + -one % axis.multiple == padded), default=padded)
-
-
-@torch.no_grad()
-def _try(
-    stage: nn.Module,
-    inputs: SequenceInputs,
-    axis: SequenceAxis,
-    context: ParallelContext,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    length: int,
-    is_first: bool,
-) -> None:
-    """Raise a ConfigError, on every rank, if the ``stage`` computes other outputs for the first tokens when cut."""
-    tokens = min(TRIED * axis.multiple, length)
-    if not is_first:
-        args = axis.joined_tokens(args, length)
-
-    def first(_: str, leaf: Any) -> Any:
-        has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
-        return leaf.narrow(1, 0, tokens).contiguous() if has_tokens else leaf
-
-    args, some = map_leaves(first, (args, dict(kwargs)), "inputs")
-    kwargs = inputs.tried(some, kwargs)
-    training = [module for module in stage.modules() if module.training]
-    for module in training:
-        module.training = False
-    active = ACTIVE[:]
-    try:
-        with axis.trial(), forked(context.device):  # a run that goes on from a checkpoint tries once more
-            some_args, some_kwargs = inputs.cut(args, kwargs, tokens, axis)
-            found = axis.joined_tokens(stage.forward(*some_args, **some_kwargs), tokens)
-            ACTIVE.clear()
-            with inputs.whole():
-                expected = stage.forward(*args, **kwargs)
-    finally:
-        ACTIVE[:] = active
-        torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
-        for module in training:
-            module.training = True
-    with axis.trial():
-        _compare(stage, found, expected, tokens, inputs.seen(kwargs), context)
-
-
-def _compare(
-    stage: nn.Module, found: Any, expected: Any, tokens: int, seen: torch.Tensor | None, context: ParallelContext
-) -> None:
-    worst = torch.zeros((), dtype=torch.float64, device=context.device)
-    pairs = zip(tensors(found), tensors(expected), strict=True)
-    compares = False
-    for ours, theirs in ((local(ours), local(theirs)) for ours, theirs in pairs):
-        if theirs.ndim < 2 or not theirs.is_floating_point():
-            continue
-        compares = True
-        if ours.shape != theirs.shape or theirs.shape[1] != tokens:
-            raise ConfigError(
-                f"parallel.context.size: {type(stage).__name__} returned {tuple(theirs.shape)} for {tokens} tokens, "
-                "expected the tokens in dim 1, because the axis cuts sequences; set it to 1"
-            )
-        if seen is not None:
-            ours, theirs = ours[seen], theirs[seen]
-        difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
-        worst = torch.maximum(worst, difference)
-    for axis in (context.cp, context.tensor_axis):  # ranks that would wait for one that raises alone
-        dist.all_reduce(worst, dist.ReduceOp.MAX, axis.group)
-    precision = context.config.precision
-    most = LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
-    if compares and not float(worst) <= most:
-        raise ConfigError(
-            f"parallel.context.size: {type(stage).__name__} computes something else from a part of a sequence: its "
-            f"outputs for the first {tokens} tokens are off by {float(worst):.2g} of their norm, expected at most "
-            f"{most:g}. It mixes tokens other than by attention, attends over packed documents, or counts their places "
-            "itself (paramp.token_positions counts them over all ranks); set the size to 1"
-        )

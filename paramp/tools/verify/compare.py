@@ -28,6 +28,7 @@ import torch
 from ...base.errors import ConfigError
 from ...config.layout import ParallelConfig
 from ...config.schema import Config
+from ...parallel.context_axis.sequence_layout import head_and_tail, taken
 from ...precision.modes import Precision
 from .activation_recorder import RankRecord
 from .options import RUNS
@@ -260,8 +261,8 @@ def _cut_sequences(whole: torch.Tensor, size: int) -> Iterator[list[torch.Tensor
     """The tokens of ``whole`` that each of ``size`` context ranks has, for each dim in which the tokens may be."""
     for dim in (1, 2):
         if whole.ndim > dim and whole.shape[dim] % (2 * size) == 0:
-            parts = whole.chunk(2 * size, dim)
-            yield [torch.cat([parts[rank], parts[-1 - rank]], dim) for rank in range(size)]
+            length = whole.shape[dim]
+            yield [taken(whole, dim, head_and_tail(rank, size, length)) for rank in range(size)]
 
 
 def _of_output(difference: Distance, parts: list[torch.Tensor], whole: torch.Tensor, packed: set[int]) -> Distance:
