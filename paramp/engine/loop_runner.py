@@ -110,10 +110,13 @@ class LoopRunner(BatchRunner):
             tracer.see_scaled(scaled)
             return scaled
 
+        microbatches = call.batch.split(self._num_parts(call.batch))
+        if self._compute.sequences is not None:
+            tracer.seen.places = self._compute.sequences.places(self._context.tensor_axis, microbatches[0])
         self._numerics.begin_rerun(call.number)
         self._observers.append(tracer)
         try:
-            self._run(call.batch.split(self._num_parts(call.batch)), loss, backward=True)
+            self._run(microbatches, loss, backward=True)
         finally:
             self._observers.remove(tracer)
         if (failure := self._failure.take()) is not None:

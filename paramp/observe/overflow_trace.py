@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ..parallel.context_axis.sequence_axis import SequencePlaces
 
 expect("torch._C._autograd")
+expect("torch._C.DisableTorchFunction")
 
 BATCH = "the batch"
 CAST = "the cast of the batch to the compute dtype"
@@ -88,8 +89,10 @@ class Sighting(NamedTuple):
 class Sightings:
     """What this rank has seen in one run of a window."""
 
-    def __init__(self, context: ParallelContext | None, places: SequencePlaces | None = None) -> None:
-        self._context, self._places = context, places
+    def __init__(self, context: ParallelContext | None) -> None:
+        self._context = context
+        self.places: SequencePlaces | None = None
+        """Of the values of the batch that runs; None: sequences are whole, or what cuts them is not known."""
         self._first: dict[tuple[StagePass, bool], Sighting] = {}  # key: pass, is backward
         self.met: set[tuple[int, int, str]] = set()
         """Call, microbatch and module of forwards that had a non-finite value."""
@@ -129,8 +132,8 @@ class Sightings:
         assert kind is not None
         place = RankCoordinates.here(self._context, at.stage)
         origin = Origin(during, module, place, kind, at.call, at.microbatch, largest_finite(value), **details)
-        if self._places is not None and origin.parameter is None:
-            origin = replace(origin, positions=self._places.not_finite(value))
+        if self.places is not None and origin.parameter is None:
+            origin = replace(origin, positions=self.places.not_finite(value))
         stage = -at.stage if backward else at.stage
         order = (at.call, at.microbatch, backward, stage, position, received, place.rank)
         met = during == "backward" and (at.call, at.microbatch, module) in self.met
@@ -227,13 +230,7 @@ class Tracer:
         self, stages: Stages, indices: Sequence[int], context: ParallelContext | None, *, in_function: bool = False
     ) -> None:
         self._stages = dict(zip(indices, stages, strict=True))
-        cut = context is not None and context.cp.size > 1 and not in_function
-        self._places: SequencePlaces | None = None
-        if context is not None and cut:
-            from ..parallel.context_axis.sequence_axis import SequencePlaces
-
-            self._places = SequencePlaces(context)
-        self.seen = Sightings(context, self._places)
+        self.seen = Sightings(context)
         """The first non-finite value of each call, microbatch, stage and pass."""
         self.failure: str | None = None
         """The message of the criterion's exception, if a pipeline continued without its loss."""
@@ -281,8 +278,6 @@ class Tracer:
         dtype = next(iter(self._stages.values())).precision.compute
         casts: list[tuple[str, torch.dtype | None]] = [(BATCH, None), (CAST, dtype)]
         self._batch, self._batch_is_bad = BATCH, False
-        if self._places is not None:
-            self._places.see_batch(batch)
         if self._in_function:
             batch, casts, self._batch = _tree_as_batch(batch), casts[:1], INPUT
         inputs = [(path, leaf) for path, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
@@ -337,11 +332,14 @@ class Tracer:
 
     def _add_hooks(self, name: str, module: nn.Module) -> None:
         """Register hooks before and after all other forward hooks of ``module``."""
+        before, on_inputs, on_output, after = (
+            partial(_aside, hook, name) for hook in (self._before, self._on_inputs, self._on_output, self._after)
+        )
         self._handles += [
-            module.register_forward_pre_hook(partial(self._before, name), prepend=True, with_kwargs=True),
-            module.register_forward_pre_hook(partial(self._on_inputs, name), with_kwargs=True),
-            module.register_forward_hook(partial(self._on_output, name), prepend=True),
-            module.register_forward_hook(partial(self._after, name)),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(on_inputs, with_kwargs=True),
+            module.register_forward_hook(on_output, prepend=True),
+            module.register_forward_hook(after),
         ]
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -427,6 +425,12 @@ class Tracer:
             if gradient is not None and flaw(gradient):
                 self.seen.add("sum over microbatches", owner_of(name), gradient, self._at, AFTER_NODES, parameter=name)
                 return
+
+
+def _aside(hook: Callable[..., None], *args: Any) -> None:
+    """Call a ``hook`` where no mode of torch's functions sees it, such as the exact mode's, which refuses sums."""
+    with torch._C.DisableTorchFunction():
+        hook(*args)
 
 
 def _tree_as_batch(tree: Any) -> Batch:

@@ -3,27 +3,55 @@
 import pytest
 import torch
 from families import rarely
-from pool import on_ranks
+from pool import run_on_ranks
 from reference import batches
 from small_engines import gpt_engine, own_part, train_step
 
 import paramp
 from paramp.tools.run_events import event_of
 
+TWO, EXACT = {"microbatches": 2}, {"chunk": 4, "slices": 4, "sequence_slices": 4}
 LAYOUTS = {
-    "cp2·pp2": {"context": 2, "pipeline": {"size": 2, "microbatches": 2}},
-    "cp2·tp2 + sp": {"context": 2, "tensor": 2, "sequence_parallel": True, "pipeline": {"microbatches": 2}},
-    "fsdp2·cp2": {"context": 2, "data": {"shard": 2}, "pipeline": {"microbatches": 2}},
-    "cp4": {"context": 4, "pipeline": {"microbatches": 2}},
+    "cp2·pp2": (4, {"context": 2, "pipeline": {"size": 2, **TWO}}, False),
+    "cp2·tp2 + sp": (4, {"context": 2, "tensor": 2, "sequence_parallel": True, "pipeline": TWO}, False),
+    "fsdp2·cp2": (4, {"context": 2, "data": {"shard": 2}, "pipeline": TWO}, False),
+    "cp4": (4, {"context": 4, "pipeline": TWO}, False),
+    "exact": (1, {}, EXACT),
+    "exact cp2": (2, {"context": 2}, EXACT),
+    "exact tp2": (2, {"tensor": 2}, EXACT),
+    "exact cp2·tp2": (4, {"context": 2, "tensor": 2}, EXACT),
+    "exact cp2·pp2": (4, {"context": 2, "pipeline": 2}, EXACT),
+    "exact fsdp2·cp2": (4, {"context": 2, "data": {"shard": 2}}, {**EXACT, "chunk": 2}),
 }
-# Of 16 tokens two ranks have 0 to 3 and 12 to 15, and 4 to 11; four ranks 0, 1, 14, 15; 2, 3, 12, 13; and so on.
-PLACES = [  # module, rank of the axis, its tokens, whether in the backward; their positions for two ranks and for four
-    ("blocks.0.mlp.down", 1, [0, 2, 3], False, ((4, 5), (6, 8)), ((2, 3), (12, 14)), "positions {} of the sequence"),
-    ("blocks.2.attention.out", 0, [1, 3], True, ((1, 2), (3, 4)), ((1, 2), (15, 16)), "positions {} of the sequence"),
-    ("blocks.3.norm2", 1, [1], False, ((5, 6),), ((3, 4),), "position {} of the sequence"),
+# Of 16 tokens two ranks have 0 to 3 and 12 to 15, and 4 to 11; four ranks 0, 1, 14, 15; 2, 3, 12, 13; and so on. In the
+# exact mode two ranks have 0 to 7, and 8 to 15.
+PLACES = [  # module, rank of the axis, its tokens, whether in the backward
+    ("blocks.0.mlp.down", 1, [0, 2, 3], False),
+    ("blocks.2.attention.out", 0, [1, 3], True),
+    ("blocks.3.norm2", 1, [1], False),
 ]
-LISTED = {((4, 5), (6, 8)): "4 and 6 to 7", ((2, 3), (12, 14)): "2 and 12 to 13", ((5, 6),): "5", ((3, 4),): "3"}
-LISTED |= {((1, 2), (3, 4)): "1 and 3", ((1, 2), (15, 16)): "1 and 15"}
+POSITIONS = {  # whether exact, ranks of the axis -> for each of these, as ranges and in the report
+    (False, 2): [
+        (((4, 5), (6, 8)), "positions 4 and 6 to 7"),
+        (((1, 2), (3, 4)), "positions 1 and 3"),
+        (((5, 6),), "position 5"),
+    ],
+    (False, 4): [
+        (((2, 3), (12, 14)), "positions 2 and 12 to 13"),
+        (((1, 2), (15, 16)), "positions 1 and 15"),
+        (((3, 4),), "position 3"),
+    ],
+    (True, 1): [
+        (((0, 1), (2, 4)), "positions 0 and 2 to 3"),
+        (((1, 2), (3, 4)), "positions 1 and 3"),
+        (((1, 2),), "position 1"),
+    ],
+    (True, 2): [
+        (((8, 9), (10, 12)), "positions 8 and 10 to 11"),
+        (((1, 2), (3, 4)), "positions 1 and 3"),
+        (((9, 10),), "position 9"),
+    ],
+}
 
 
 class Spoilt(torch.autograd.Function):
@@ -58,15 +86,23 @@ def plant(engine, name, tokens, backward):
     return torch.nn.Identity().register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("layout", rarely(LAYOUTS, "cp2·pp2"))
-@on_ranks(4)
-def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(world, layout):
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": "16-mixed"}) as context:
+@pytest.mark.parametrize("layout", rarely(LAYOUTS, "cp2·pp2", "exact cp2"))
+def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(layout):
+    run_on_ranks(LAYOUTS[layout][0], __name__, "report", {"layout": layout})
+
+
+def report(world, layout):
+    _, parallel, exact = LAYOUTS[layout]
+    mode = "32-true" if exact else "16-mixed"
+    config = {"parallel": parallel, "precision": mode, "reproducible": exact}
+    with paramp.launch_from_torch(config) as context:
         engine = gpt_engine()
         (batch,) = batches(1)
         batch = own_part(context, *batch)
         train_step(engine, *batch)
-        for name, rank, tokens, backward, of_two, of_four, text in PLACES:
+        everywhere = POSITIONS[bool(exact), context.cp.size]
+        for (name, rank, tokens, backward), (positions, text) in zip(PLACES, everywhere, strict=True):
+            rank %= context.cp.size
             last = context.dp.rank == context.dp.size - 1
             here = context.cp.rank == rank and last and context.tp.rank == 0
             planted = plant(engine, name, tokens, backward) if here else None
@@ -74,9 +110,8 @@ def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(wo
             report = engine.diagnose_overflow()
             if planted is not None:
                 planted.remove()
-            positions = of_four if context.cp.size == 4 else of_two
-            assert (report.origin.module, report.origin.microbatch) == (name, 1)
+            assert (report.origin.module, report.origin.microbatch) == (name, 1), str(report)
             assert report.origin.positions == positions, (name, report.origin)
-            assert dict(report.origin.place.axes)["cp"] == rank
-            assert text.format(LISTED[positions]) in str(report)
+            assert dict(report.origin.place.axes).get("cp", 0) == rank
+            assert f"{text} of the sequence" in str(report)
             assert event_of(1, report)["positions"] == [*positions]

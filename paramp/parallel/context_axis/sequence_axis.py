@@ -22,7 +22,7 @@ from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ...base.trees import leaves, map_tensors
 from ...base.uncompiled import uncompiled
-from ...distributed.context import ParallelContext
+from ...distributed.context import Axis, ParallelContext
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
 from .context_attention import attention, default_method
@@ -139,6 +139,10 @@ class SequenceAxis:
             documents = self._known(documents, query.shape[0], layout)
         return attention(query, key, value, layout=layout, method=method, documents=documents, **options)
 
+    def places(self, tensor_axis: Axis, microbatch: Batch) -> SequencePlaces:
+        """Where in whole sequences the values of this rank are that ``microbatch`` gives."""
+        return SequencePlaces(self, tensor_axis, microbatch)
+
     def documents(self, seen: torch.Tensor) -> torch.Tensor:
         """The documents of one sequence of which tokens are ``seen``, bool; the same for the same tensor."""
         if self._last_seen is None or self._last_seen[0]() is not seen:
@@ -232,27 +236,20 @@ Ranges = tuple[tuple[int, int], ...]
 class SequencePlaces:
     """Where in whole sequences the values of a rank's tensors are; tensors are told by their shapes."""
 
-    def __init__(self, context: ParallelContext) -> None:
-        self._tensor = context.tensor_axis
-        self._microbatches = context.config.parallel.pipeline.num_microbatches
-        self._length = self._samples = 0
-
-    def see_batch(self, batch: Batch) -> None:
-        """Take the length of the sequences from the inputs that run next, which are whole."""
-        self._length = length_of(batch.args, batch.kwargs)
-        self._samples = batch.size // self._microbatches
+    def __init__(self, axis: SequenceAxis, tensor_axis: Axis, microbatch: Batch) -> None:
+        """``microbatch``: one of those that run, whose inputs are whole."""
+        self._samples, length = microbatch.size, length_of(microbatch.args, microbatch.kwargs)
+        own = axis.positions((length + -length % axis.multiple) // axis.size, "cpu")
+        is_cut = len(own) % tensor_axis.size == 0
+        self._places = own, torch.arange(length), own.chunk(tensor_axis.size)[tensor_axis.rank] if is_cut else own
 
     def not_finite(self, value: torch.Tensor) -> Ranges:
         """The places of the tokens of an activation, or of its gradient, that are not finite; empty if not known.
 
         The tokens are in dim 1, in dim 2 of four (heads before them), or in rows, sequence by sequence.
         """
-        if not ACTIVE:
-            return ()
-        value, axis, whole = local(value).detach(), active(), torch.arange(self._length)
-        part = axis.positions((self._length + -self._length % axis.multiple) // axis.size, "cpu")
-        slices = part.chunk(self._tensor.size)[self._tensor.rank] if len(part) % self._tensor.size == 0 else part
-        for places in (part, whole, slices):
+        value = local(value).detach()
+        for places in self._places:
             rows = value.ndim == 2 and len(value) == len(places) * self._samples
             found = value.unflatten(0, (self._samples, -1)) if rows else value
             if found.ndim < 2 or len(found) != self._samples:
