@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 class CutSequences(Protocol):
@@ -29,6 +30,8 @@ def token_positions(length: int, device: torch.device | str | None = None) -> to
     A model that embeds positions calls it in its forward, in place of ``torch.arange(length)``, which it returns unless
     ``parallel.context`` cuts sequences.
     """
+    if has_torch_function((length, device)):  # a model is traced for a pipeline
+        return handle_torch_function(token_positions, (length, device), length, device)
     return ACTIVE[-1].positions(length, device) if ACTIVE else torch.arange(length, device=device)
 
 

@@ -91,7 +91,7 @@ def plan_model(
         from ..parallel.context_axis.sharded_stages import shard_stages
 
         inputs = adapter.sequence_inputs()
-        inputs.check(model)
+        inputs.check(model, len(stages))
         stages, own_loss = shard_stages(stages, inputs, own_loss, axis, context)
     ties = shared_parameters(names_of, stages, context)
     blocks = repeated_blocks(model)

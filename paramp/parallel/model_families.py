@@ -217,10 +217,8 @@ class HuggingFaceAdapter(ModelAdapter):
 
     def partition(self, num_stages: int, split: Sequence[str] | None) -> Partition:
         from .huggingface.decoder_partition import PretrainedPartition
-        from .huggingface.missing_plans import find_architecture
 
-        known, _ = find_architecture(self.model)
-        if (known is None or known.is_chain) and not self._is_on_meta:
+        if self._is_chain:
             return PretrainedPartition(self.model)
         from .huggingface.called_units import CalledUnitsPartition
 
@@ -234,7 +232,7 @@ class HuggingFaceAdapter(ModelAdapter):
     def sequence_inputs(self) -> SequenceInputs:
         from .huggingface.context_inputs import PretrainedInputs
 
-        return PretrainedInputs(self.model)
+        return PretrainedInputs(self.model, is_chain=self._is_chain)
 
     def own_loss(self) -> Callable[[Any, Batch], Any]:
         from .huggingface.model_output import token_loss
@@ -252,6 +250,14 @@ class HuggingFaceAdapter(ModelAdapter):
             return InitialValues(pretrained_filler(plain))
         files = PretrainedFiles(plain)
         return InitialValues(pretrained_filler(plain, files), files)
+
+    @property
+    def _is_chain(self) -> bool:
+        """Whether its stages are parts of a chain of hidden states, and it can run to show that."""
+        from .huggingface.missing_plans import find_architecture
+
+        known, _ = find_architecture(self.model)
+        return (known is None or known.is_chain) and not self._is_on_meta
 
     @property
     def _is_on_meta(self) -> bool:

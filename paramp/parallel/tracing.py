@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from ..base.errors import ConfigError, shown_line
@@ -303,7 +304,8 @@ class _Tracer(fx.Tracer):
     def recording_factories(self) -> Iterator[None]:
         """A context in which functions such as ``torch.arange`` accept proxies instead of numbers.
 
-        They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``.
+        They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``. Attention is
+        recorded by its name, because ``parallel.context`` replaces it while an engine computes.
         """
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
@@ -315,9 +317,13 @@ class _Tracer(fx.Tracer):
 
             return function
 
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            return self.create_proxy("call_function", _attention, args, kwargs)
+
         with ExitStack() as stack:
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
+            stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
             yield
 
 
@@ -327,6 +333,10 @@ def _users_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
         frame = frame.f_back
     return frame
+
+
+def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _require(condition: object, message: str) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
+from paramp import token_positions
 from paramp.config.files import load
 from paramp.models.gpt import GPT, GPTConfig
 from paramp.parallel.context_axis import sequence_axis
@@ -211,6 +212,45 @@ def test_a_model_of_ones_own_has_the_gradients_of_one_process(world):
         for name, value in engine.full_state_dict().items():
             way = (start[name] - value) / 16
             assert (way - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
+
+
+class Skipping(nn.Module):
+    """Attention in its own forward, positions, and a value that skips a layer: traced, and in stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(100, 16), nn.Embedding(LENGTH, 16)
+        self.first, self.second, self.head = nn.Linear(16, 48), nn.Linear(16, 48), nn.Linear(16, 100)
+
+    def forward(self, tokens):
+        start = self.tokens(tokens) + self.places(token_positions(tokens.shape[1], tokens.device))
+        hidden = start
+        for layer in (self.first, self.second):
+            parts = layer(hidden).unflatten(-1, (3, 4, 4)).transpose(1, 3)  # (batch, heads, 3, tokens, features)
+            mixed = F.scaled_dot_product_attention(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], is_causal=True)
+            hidden = hidden + mixed.transpose(1, 2).flatten(2)
+        return self.head(hidden + start)
+
+
+@on_ranks(4)
+def test_stages_of_a_traced_model_attend_over_whole_sequences(world):
+    torch.manual_seed(0)
+    model, (batch, *_) = Skipping().double(), batches("GPT")
+    tokens, labels = batch["input_ids"], batch["labels"]
+    loss, count = summed_loss(model(tokens), labels)
+    (loss.double() / count).backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
+    model.zero_grad()
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parallel = {"context": 2, "pipeline": {"size": 2, "split": ["second"]}}
+    with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}):
+        engine = engine_of(model, summed_loss, functools.partial(torch.optim.SGD, lr=16.0))
+        assert len([*engine.module.parameters()]) < len(expected)
+        engine.forward_backward(tokens, labels)
+        engine.step()
+        for name, value in engine.full_state_dict().items():
+            way = (start[name] - value) / 16
+            assert (way - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
 
 
 @on_ranks(2)
@@ -430,10 +470,23 @@ def encoder_decoder():
     )
 
 
+def encoder():
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=8, **sizes))
+
+
+def on_meta():
+    with torch.device("meta"):
+        return pretrained("Llama")
+
+
 REFUSED_MODELS = {
     "convolution": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3)), "'0' is a Conv1d, which mixes tokens"),
     "encoder-decoder": (encoder_decoder, "expected a model of one sequence"),
 }
+REFUSED_IN_STAGES = {"an encoder": encoder, "a decoder on meta": on_meta}
 
 
 @pytest.mark.parametrize("case", REFUSED_MODELS)
@@ -445,6 +498,16 @@ def test_layers_that_mix_tokens_are_refused_by_name(world, case):
         pytest.raises(paramp.ConfigError, match=text),
     ):
         engine_of(make(), None)
+
+
+@pytest.mark.parametrize("case", REFUSED_IN_STAGES)
+@on_ranks(4)
+def test_stages_that_run_the_whole_forward_are_refused(world, case):
+    with (
+        paramp.launch_from_torch({"parallel": {"context": 2, "pipeline": 2}}),
+        pytest.raises(paramp.ConfigError, match="expected a decoder that is built on the CPU"),
+    ):
+        engine_of(REFUSED_IN_STAGES[case](), None)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ LARGEST_OF_FLOAT8 = 0.25
 class SequenceInputs:
     """Which inputs of a model are cut, and where: tensors with the batch's tokens in dim 1."""
 
-    def check(self, model: nn.Module) -> None:
-        """Raise a ConfigError for a layer that mixes tokens without an exchange; prepare the model's attention."""
+    def check(self, model: nn.Module, num_stages: int) -> None:
+        """Raise a ConfigError for a layer that mixes tokens without an exchange, or stages whose inputs cannot be cut;
+        prepare the model's attention."""
         for name, module in model.named_modules():
             if isinstance(module, MIXING):
                 raise ConfigError(
@@ -125,7 +126,7 @@ class CutStage:
             length = length_of(args, kwargs)
             own_args, own_kwargs = self.inputs.cut(args, kwargs, length, self.axis)
         else:
-            length = _length_behind(args[0].shape[1] * self.axis.size, kwargs, self.axis)
+            length = _length_behind(_num_tokens(args) * self.axis.size, kwargs, self.axis)
             own_args, own_kwargs = args, self.inputs.cut((), kwargs, length, self.axis)[1]
         if not self.is_tried and ACTIVE:
             self._try(args, kwargs, length)
@@ -193,6 +194,11 @@ class CutStage:
                 "mixes tokens other than by attention, attends over packed documents, or counts their places itself "
                 "(paramp.token_positions counts them over all ranks); set the size to 1"
             )
+
+
+def _num_tokens(received: Any) -> int:
+    """The tokens of what a stage received: those of the first tensor in it that has a dim of them."""
+    return next(tensor.shape[1] for tensor in tensors(received) if tensor.ndim > 1)
 
 
 def _length_behind(padded: int, kwargs: Mapping[str, Any], axis: SequenceAxis) -> int:

@@ -36,18 +36,19 @@ LIMITS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 
 class PretrainedInputs(SequenceInputs):
-    """The inputs of one model of the transformers library."""
+    """The inputs of one model of the transformers library; ``is_chain``: of whose stages each gets hidden states."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_chain: bool) -> None:
         self._model: Any = model
+        self._is_chain = is_chain
         self._parameters = inspect.signature(type(model).forward).parameters
         function = getattr(getattr(model, "loss_function", None), "__name__", "")
         self._shifts = function == "ForCausalLMLoss"
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, num_stages: int) -> None:
         from transformers import AttentionInterface
 
-        super().check(model)
+        super().check(model, num_stages)
         kind, config = type(self._model).__name__, self._model.config.get_text_config()
         for name in getattr(config, "layer_types", None) or ():
             if name not in LAYERS:
@@ -59,6 +60,11 @@ class PretrainedInputs(SequenceInputs):
             raise ConfigError(
                 f"parallel.context.size: {kind} computes attention of its own, expected a model of one sequence that "
                 "looks it up in transformers' AttentionInterface; set it to 1"
+            )
+        if num_stages > 1 and not self._is_chain:
+            raise ConfigError(
+                f"parallel.context.size: the stages of {kind} run all of its forward, expected a decoder that is built "
+                "on the CPU, whose stages get hidden states alone; set it to 1, or parallel.pipeline.size"
             )
         _check_routers(config, f"the configuration of {kind}")
         AttentionInterface.register(NAME, context_attention)
