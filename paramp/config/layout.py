@@ -159,7 +159,7 @@ class ParallelConfig:
     expert: int = 1
     """The number of data ranks that share the experts of each mixture of experts. It adds no ranks: the others of their
     parameters are replicated over them, as over all data ranks. With ``data.shard`` they are among the ranks that shard
-    all parameters, of which ``data.shard / expert`` share each part of the experts."""
+    all parameters, of which ``data.shard / expert x context`` share each part of the experts."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """The context axis. A number is its size. With ``data.shard`` parameters are sharded over its ranks too."""
 
@@ -171,9 +171,6 @@ class ParallelConfig:
         divisor = f"a divisor of {self.shard}, because data.shard is {self.shard}, and its ranks share the experts"
         require(self.shard == 1 or self.shard % self.expert == 0, "expert", self.expert, divisor)
         if self.shard > 1:
-            size = self.context.size
-            why = f"because parallel.context.size is {size}, and FSDP2 sums gradients of experts over data ranks only"
-            require(self.expert == 1 or size == 1, "expert", self.expert, f"1, {why}")
             done = "0, because data.shard shards masters and optimizer state, and parameters and gradients too"
             require(self.zero == 0, "zero", self.zero, done)
             name, row = self.pipeline.schedule, self.pipeline.row

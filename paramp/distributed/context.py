@@ -68,6 +68,8 @@ class ParallelContext:
             :meth:`from_mesh`.
         shard_mesh: the same ranks with ``dp_shard`` as one axis, over which all but experts are sharded; ``mesh``
             unless that has ``efsdp`` or ``cp``.
+        expert_mesh: the same ranks with ``efsdp`` and ``cp`` as one axis, ``efsdp``, over which experts are sharded;
+            ``mesh`` unless that has both.
         roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
         serial: the number of this context in the process, equal on every rank.
@@ -115,8 +117,10 @@ class ParallelContext:
             self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size))
             several = parallel.shard > 1 and parallel.expert * parallel.context.size > 1
             self.shard_mesh = self._make_mesh(_sharded_sizes(parallel, self.world_size)) if several else self.mesh
+            both = parallel.shard > 1 and parallel.expert > 1 and parallel.context.size > 1
+            self.expert_mesh = self._make_expert_mesh() if both else self.mesh
         else:
-            self.mesh = self.shard_mesh = mesh.mesh
+            self.mesh = self.shard_mesh = self.expert_mesh = mesh.mesh
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
         self.dp = self._axis(*DATA_ROLES)
@@ -173,9 +177,21 @@ class ParallelContext:
 
     def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
         """The mesh of axes of these ``sizes``, the slowest first."""
-        ranks = torch.arange(self.world_size, device="cpu").view(*sizes.values())
-        groups = [self._own_group(name, family_along(ranks, [dim])) for dim, name in enumerate(sizes)]
-        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+        return self._mesh_of(torch.arange(self.world_size, device="cpu").view(*sizes.values()), tuple(sizes))
+
+    def _make_expert_mesh(self) -> DeviceMesh:
+        names = self.mesh.mesh_dim_names or ()
+        efsdp, cp = names.index("efsdp"), names.index("cp")
+        ranks = self.mesh.mesh.movedim(cp, efsdp + 1).flatten(efsdp, efsdp + 1)
+        return self._mesh_of(ranks, tuple(name for name in names if name != "cp"), "experts/")
+
+    def _mesh_of(self, ranks: torch.Tensor, names: tuple[str, ...], prefix: str = "") -> DeviceMesh:
+        """The mesh of ``ranks`` with axes of these ``names``; ``prefix``: of the names of groups that are new."""
+        groups = []
+        for dim, name in enumerate(names):
+            family = family_along(ranks, [dim])
+            groups.append(self._own_group(prefix + name, family[family[:, 0].argsort()]))
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def _axis(self, *roles: Role) -> Axis:
         """The axis of the mesh with one of ``roles``; of several the flattened one; of none one of size 1."""

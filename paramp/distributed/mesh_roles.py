@@ -17,8 +17,8 @@ tensor     ``tp``                         sharded or replicated, by plan  as the
 =========  =============================  ==============================  =============================
 
 Along ``replicate``, ``shard`` and ``expert`` ranks have different samples; together they are the data axis. Along
-``context`` they have parts of each sequence of the same samples. In a mesh of ``efsdp`` and ``ep``, or ``dp_shard`` and
-``cp``, that paramp makes, parameters other than experts are sharded over both.
+``context`` they have parts of each sequence of the same samples. In a mesh with ``efsdp`` or ``dp_shard`` that paramp
+makes, parameters are sharded over ``cp`` too, and those other than experts over ``ep``.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     if plan.experts:
         from ..parallel.tensor.sharding_plan import apply_plan
 
-        apply_plan(module, plan.experts, context.mesh[context.axes_of("expert")])
+        apply_plan(module, plan.experts, context.expert_mesh[context.axes_of("expert")])
     joined.take_over(module)
     units = None
     if config.parallel.shard > 1:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from families import cases, family
 from mixtures import FAMILIES, batch, build
-from pool import on_ranks
-from small_engines import engine_of, own_part
+from pool import on_ranks, shared_folder
+from reference import small_moe
+from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
 
 import paramp
 from paramp.base.dtensor import local
+from paramp.models import MoEGPT
 
 LAYOUTS = {
     "ep2·tp2": {"expert": 2, "tensor": 2},
@@ -22,6 +24,7 @@ LAYOUTS = {
     "hsdp·ep2": {"data": {"replicate": 2, "shard": 2}, "expert": 2},
     "fsdp·ep2·pp2": {"data": {"shard": 2}, "expert": 2, "pipeline": 2},
     "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
+    "fsdp2·cp2·ep2": {"data": {"shard": 2}, "context": 2, "expert": 2},
 }
 """On four ranks."""
 SMALL_LAYOUTS = {"ep2": {"expert": 2}, "fsdp·ep2": {"data": {"shard": 2}, "expert": 2}}
@@ -29,6 +32,7 @@ SMALL_LAYOUTS = {"ep2": {"expert": 2}, "fsdp·ep2": {"data": {"shard": 2}, "expe
 LARGE_LAYOUTS = {
     "fsdp2·ep2·pp2": {"data": {"shard": 4}, "expert": 2, "pipeline": 2},
     "fsdp2·ep2·tp2": {"data": {"shard": 4}, "expert": 2, "tensor": 2},
+    "fsdp4·cp2·ep2": {"data": {"shard": 4}, "context": 2, "expert": 2},
     "hsdp2·fsdp2·ep2": {"data": {"replicate": 2, "shard": 4}, "expert": 2},
 }
 """On eight."""
@@ -110,7 +114,8 @@ def check_cell(name, layout, kind, parallel):
         before, after = initial(name), engine.full_state_dict()
         found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
         assert (error := worst_error(found, grads))[0] <= 1e-5, error
-        shards = parallel["data"]["shard"] if isinstance(parallel.get("data"), dict) else parallel["expert"]
+        is_sharded = isinstance(parallel.get("data"), dict)
+        shards = parallel["data"]["shard"] * parallel.get("context", 1) if is_sharded else parallel["expert"]
         assert all(local(value).numel() * shards == value.numel() for value in stacks_of(engine))
 
         engine = engine_for(name, layout, OPTIMIZERS[kind])
@@ -147,3 +152,27 @@ def test_those_of_two_ranks_are_too(world, name, layout, kind):
 @on_ranks(8)
 def test_those_of_eight_ranks_are_too(world, name, layout, kind):
     check_cell(name, layout, kind, LARGE_LAYOUTS[layout])
+
+
+@on_ranks(4)
+def test_checkpoints_go_to_and_from_experts_beside_cut_sequences(world):
+    """With the optimizer's state, masters of half-precision weights and averages, to the bit."""
+    folder = shared_folder()
+    sharded = {"data": {"shard": 2}, "context": 2, "expert": 2}
+    saved = None
+    for index, parallel in enumerate((sharded, {"expert": 4}, sharded)):
+        config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
+        with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
+            engine = engine_of(small_moe(), MoEGPT.loss, OPTIMIZERS["AdamW"])
+            if index:
+                engine.load(f"{folder}/{index - 1}")
+            else:
+                engine.forward_backward(*own_part(context, batch(8), batch(8)))
+                assert engine.step().stepped
+            found = [engine.full_state_dict(), engine.ema.full_state_dict()]
+            saved = saved or found
+            for one, expected in zip(found, saved, strict=True):
+                assert_same_tensors(one, expected)
+            engine.save(f"{folder}/{index}")
+            if index:
+                assert_same_checkpoints(f"{folder}/{index}", f"{folder}/{index - 1}")

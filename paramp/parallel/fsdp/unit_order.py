@@ -55,7 +55,7 @@ class UnitOrder:
         """A collective of the data ranks."""
         self._context = context
         self._ranks = _ranks_with(context, BATCH_ROLES)
-        self._shards = set(_ranks_with(context, ("shard", "expert")))
+        self._shards = set(_ranks_with(context, ("shard", "expert", "context")))
         self._runs_alone = dist.get_backend() == "fake"  # only this rank runs
         serial = torch.tensor(next(_serials), device=context.device)
         broadcast_(serial, context.batch_axis.group)

@@ -67,7 +67,8 @@ ERRORS = {
 class ShardedUnits:
     """The units of this rank's stages, sharded over the ``shard`` axis and replicated over ``replicate``.
 
-    With an expert axis, all but experts are sharded over both axes (the context's ``shard_mesh``).
+    With an expert or context axis, all but experts are sharded over all of these axes (the context's ``shard_mesh``),
+    and experts over those but the expert axis (its ``expert_mesh``).
     """
 
     def __init__(
@@ -401,9 +402,9 @@ def _data_mesh(context: ParallelContext, *, of_experts: bool) -> Any:
 
     The ranks that shard experts may be one: the expert axis has the others.
     """
-    mesh = context.mesh if of_experts else context.shard_mesh
+    mesh = context.expert_mesh if of_experts else context.shard_mesh
     axes = (*context.axes_of("replicate"), *context.axes_of("shard"))
-    if mesh is not context.mesh:
+    if mesh is context.shard_mesh is not context.mesh:
         axes = "dp_replicate", "dp_shard"
     return mesh[tuple(name for name in axes if mesh[name].size() > 1 or name == axes[-1])]
 
