@@ -254,7 +254,14 @@ INVENTORY = (
     Private("torch.distributed.pipelining.schedules._Action", "computation_type sub_actions", "evaluation"),
     # other libraries
     Private("accelerate.Accelerator", "_models _optimizers _prepare_tp", "what was prepared before adopt"),
-    Private("accelerate.Accelerator", "_original_forward", "a model that was prepared before adopt", optional=True),
+    Private("accelerate.Accelerator", "_dataloaders _prepare_cp", "the context axis in place of torch's"),
+    Private("accelerate.accelerator", "gather_object", "patched: metrics of one rank of each sequence"),
+    Private(
+        "accelerate.Accelerator",
+        "_original_forward _is_accelerate_prepared",
+        "a model that was prepared before adopt",
+        optional=True,
+    ),
     Private("accelerate.optimizer.AcceleratedOptimizer", "_is_overflow", "reporting skipped steps"),
     Private(
         "accelerate.parallelism_config.ParallelismConfig",

@@ -8,6 +8,7 @@ Accelerate's loop stays. What differs after :func:`adopt`:
 - ``clip_grad_norm_`` clips by the norm of the whole model, for any mix of plain tensors and DTensors.
 - ``"fp16"`` works on CPUs, which Accelerate ignores without a word, with the same norms and softmax as on CUDA.
 - ``save_state`` and ``load_state`` leave the scale as it is.
+- ``ParallelismConfig(cp_size=...)`` cuts sequences by paramp's context axis (:mod:`.accelerate_sequences`).
 
 The accelerator stays the same object, because models, loaders and optimizers that were prepared before hold it. It
 becomes an instance of a subclass of its own class, as do its optimizers: methods that were set on the objects would be
@@ -36,6 +37,7 @@ from ..engine.compute_context import ComputeContext
 from ..precision.experts import keep_routers_wide
 from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling
+from .accelerate_sequences import CutSequences, begin_sequences
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler
 
@@ -50,7 +52,8 @@ def adopt(accelerator: Any) -> Any:
     """Make the loss scale, clipping, skipped steps and checkpointed scale of ``accelerator`` paramp's.
 
     Every rank calls it, before or after ``accelerator.prepare``; a second call has no effect. It supports one process,
-    DDP, FSDP2, tensor parallelism and their products, on CPUs and CUDA. The loss scale follows ``GradScalerKwargs``.
+    DDP, FSDP2, tensor parallelism and their products, on CPUs and CUDA, and, before ``prepare``, context parallelism.
+    The loss scale follows ``GradScalerKwargs``.
 
     Args:
         accelerator: an ``accelerate.Accelerator`` with ``mixed_precision`` ``"fp16"``, ``"bf16"`` or ``"no"``.
@@ -60,7 +63,7 @@ def adopt(accelerator: Any) -> Any:
 
     Raises:
         ConfigError: accelerate is not installed or too old, ``accelerator`` is no ``Accelerator``, or it uses what
-            steps or scales by itself: DeepSpeed, Megatron-LM, FSDP1, XLA, fp8, LBFGS or LOMO; or context
+            steps or scales by itself: DeepSpeed, Megatron-LM, FSDP1, XLA, fp8, LBFGS or LOMO; or DeepSpeed's sequence
             parallelism, or another device.
     """
     _check_installed()
@@ -73,8 +76,10 @@ def adopt(accelerator: Any) -> Any:
     _check_supported(accelerator)
     for optimizer in accelerator._optimizers:
         _check_optimizer(optimizer.optimizer)
-    mode = _mode(accelerator)
-    accelerator.__class__ = _combined(AdoptedAccelerator, accelerator.__class__)
+    mode, cuts = _mode(accelerator), getattr(accelerator.parallelism_config, "cp_size", 1) > 1
+    if cuts:
+        begin_sequences(accelerator, MODES[accelerator.mixed_precision])
+    accelerator.__class__ = _combined(CutAccelerator if cuts else AdoptedAccelerator, accelerator.__class__)
     accelerator._take_over(mode)
     _end_group_at_exit()
     return accelerator
@@ -284,6 +289,10 @@ class AdoptedAccelerator(_Adopted):
         return logical_parameter(clipped, self.device.type)
 
 
+class CutAccelerator(CutSequences, AdoptedAccelerator):
+    """What :func:`adopt` adds to that of an accelerator with ``cp_size`` over 1."""
+
+
 class AdoptedOptimizer(_Adopted):
     """What :func:`adopt` adds to the class of a prepared optimizer."""
 
@@ -368,9 +377,9 @@ def _check_supported(accelerator: Any) -> None:
         ),
         (device not in ("cpu", "cuda"), f"the device {device!r}", "use 'cpu' or 'cuda'"),
         (
-            getattr(accelerator.parallelism_config, "cp_size", 1) > 1,
-            "ParallelismConfig with cp_size over 1, whose sums over the ranks of a sequence are not paramp's",
-            "use cp_size=1, or paramp.initialize with parallel.context",
+            getattr(accelerator.parallelism_config, "sp_size", 1) > 1,
+            "ParallelismConfig with sp_size over 1, which is DeepSpeed's",
+            "use cp_size",
         ),
     ):
         if is_used:

@@ -163,6 +163,11 @@ def _check_arguments(arguments: Any, model: nn.Module | None) -> None:
             'use another one, such as optim="adamw_torch"',
         ),
         (
+            getattr(arguments.parallelism_config, "cp_size", 1) > 1,
+            "parallelism_config with cp_size over 1, with which Trainer adds up losses of parts of sequences",
+            "use paramp.integrations.accelerate.adopt in a loop of your own, or paramp.initialize",
+        ),
+        (
             getattr(distributed, "pp_size", None) not in (None, 1),
             "a model loaded with DistributedConfig(pp_size=...), whose ranks hold different layers",
             "use tp_size and fsdp_size, or paramp.initialize for a pipeline",

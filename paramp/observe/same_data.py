@@ -38,7 +38,7 @@ NAMED = 4
 """The most ranks, and the most differences, that a message lists."""
 SAME_BATCH = (
     "The ranks of a model group hold one replica of the model, and need the same batch: use the loader that initialize "
-    "returns, or a sampler with num_replicas=context.dp.size, rank=context.dp.rank"
+    "returns, or the trainer prepares, or a sampler with num_replicas=context.dp.size, rank=context.dp.rank"
 )
 
 

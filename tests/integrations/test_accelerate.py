@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import pickle
 import warnings
 import weakref
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import small_mlp
 import torch
+from accelerating import LAYOUTS, accelerating
 from families import cases, family
 from pool import World, on_ranks, run_on_ranks, shared_folder
 from reference import whole
@@ -50,57 +50,6 @@ class MLP(small_mlp.MLP):
 def build():
     torch.manual_seed(4)
     return MLP()
-
-
-# The layouts: sizes of ParallelismConfig by the number of ranks. Accelerate has DDP on CPUs; for the others these tests
-# let it take the CPUs for GPUs.
-LAYOUTS = {
-    "ddp": lambda size: {},
-    "fsdp": lambda size: {"dp_shard_size": size},
-    "tp": lambda size: {"tp_size": size},
-    "fsdp-tp": lambda size: {"dp_shard_size": size // 2, "tp_size": 2},
-    "hsdp": lambda size: {"dp_replicate_size": 2, "dp_shard_size": size // 2},
-    "cp": lambda size: {"dp_shard_size": 1, "cp_size": size},
-}
-
-
-@contextmanager
-def accelerating(world, layout, precision, **options):
-    """An Accelerator on the ranks of ``world``; its global state is removed at the end."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
-
-    def forget():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    sizes = LAYOUTS[layout](world.size)
-    environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world.size)}
-    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh")  # Accelerate does
-        for name in [name for name in os.environ if name.startswith(("ACCELERATE_USE_", "FSDP_"))]:
-            del os.environ[name]  # of another trainer in this process
-        forget()
-        try:
-            if layout == "ddp":
-                yield Accelerator(cpu=True, mixed_precision=precision, **options)
-                return
-            gpus = ("gloo", DistributedType.MULTI_GPU)
-            with (
-                mock.patch.object(PartialState, "_prepare_backend", return_value=gpus),
-                mock.patch.object(
-                    PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu"))
-                ),
-            ):
-                if "dp_shard_size" in sizes:
-                    options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-                        fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap"
-                    )
-                config = ParallelismConfig(**sizes)
-                yield Accelerator(mixed_precision=precision, parallelism_config=config, **options)
-        finally:
-            forget()
 
 
 def sharded(accelerator, model):
@@ -593,13 +542,6 @@ def test_what_cannot_work_is_refused(attribute, value, message):
         setattr(holder, attribute, DistributedType[value] if attribute == "distributed_type" else value)
         with pytest.raises(paramp.ConfigError, match=message):
             adopt(accelerator)
-
-
-@on_ranks(2)
-def test_context_parallelism_is_refused(world):
-    refuses = r"cp_size over 1.*cp_size=1, or paramp\.initialize"
-    with accelerating(world, "cp", "no") as accelerator, pytest.raises(paramp.ConfigError, match=refuses):
-        adopt(accelerator)
 
 
 def test_optimizers_and_weights_that_cannot_work_are_refused():

@@ -344,6 +344,7 @@ def test_fp16_weights_are_refused_for_training(tmp_path, alone):
         ("optim", "adalomo", "optim='adalomo', which steps during the backward"),
         ("optim", "galore_adamw_layerwise", "optim='galore_adamw_layerwise', which steps during the backward"),
         ("device", torch.device("meta"), "device: got 'meta'"),
+        ("parallelism_config", mock.Mock(cp_size=2), r"cp_size over 1.*accelerate\.adopt"),
         ("distributed_config", mock.Mock(pp_size=2), r"DistributedConfig\(pp_size"),
     ],
 )

@@ -101,7 +101,8 @@ class SequenceAxis:
                 return tensor
             if is_dtensor(tensor):  # logits over a sharded vocabulary
                 return resized(joined(tensor.to_local()), tensor, 1)
-            return self.join(tensor, 1).narrow(1, 0, length)
+            whole = self.join(tensor, 1)  # no view, of which FSDP2 warns
+            return whole if length == padded else whole.narrow(1, 0, length).clone()
 
         return map_tensors(joined, tree)
 

@@ -65,6 +65,10 @@ class SequenceInputs:
         """Which tokens are no padding, bool (batch, tokens); None: all. Outputs for padding may differ in the trial."""
         return None
 
+    def counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword inputs of a model in another trainer's loop, with what its own loss is divided by."""
+        return kwargs
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,7 +135,11 @@ class CutStage:
         if not self.is_tried and ACTIVE:
             self._try(args, kwargs, length)
             self.is_tried = True
-        return self.stage.forward(*own_args, **own_kwargs)
+        return self.compute(*own_args, **own_kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stage returns for inputs that are cut, or, in the trial, whole."""
+        return self.stage.forward(*args, **kwargs)
 
     @torch.no_grad()
     def _try(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> None:
@@ -153,10 +161,10 @@ class CutStage:
         try:
             with axis.trial(), forked(self.context.device):  # a run that goes on from a checkpoint tries once more
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
-                found = axis.joined_tokens(self.stage.forward(*some_args, **some_kwargs), tokens)
+                found = axis.joined_tokens(self.compute(*some_args, **some_kwargs), tokens)
                 ACTIVE.clear()
                 with self.inputs.whole():
-                    expected = self.stage.forward(*args, **kwargs)
+                    expected = self.compute(*args, **kwargs)
         finally:
             ACTIVE[:] = active
             torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use

@@ -22,7 +22,7 @@ from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
-from .model_output import IGNORED
+from .model_output import IGNORED, call_options, counting
 
 NAME = "paramp_context"
 """The name of the attention in transformers' registry."""
@@ -92,6 +92,19 @@ class PretrainedInputs(SequenceInputs):
         mask = kwargs.get("attention_mask")
         return mask.bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
+    def counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = {**call_options(self._model), **kwargs}
+        if kwargs.get("num_items_in_batch") is not None:
+            return kwargs
+        kwargs = counting(self._model)(args, kwargs)
+        if kwargs.get("labels") is not None and "num_items_in_batch" not in kwargs:
+            raise ConfigError(
+                f"inputs['labels']: got labels for {type(self._model).__name__}, whose loss is a mean that takes no "
+                "num_items_in_batch, expected none, because ranks have different numbers of labels; compute the loss "
+                "of its logits in the loop"
+            )
+        return kwargs
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,6 +113,12 @@ class PretrainedInputs(SequenceInputs):
             kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         _check_routers(kwargs, "a batch")
+        if "past_key_values" in kwargs:
+            raise ConfigError(
+                f"inputs['past_key_values']: got {type(kwargs['past_key_values']).__name__}, expected none, because "
+                "parallel.context cuts sequences, and a rank has the keys of its tokens only; pass whole sequences, "
+                "and generate with a model that is not cut"
+            )
         limits = {name: kwargs.pop(name) for name in LIMITS if name in kwargs}
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
         first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
