@@ -61,7 +61,7 @@ def cut_sequences(model: nn.Module, axis: AddedAxis, context: ParallelContext) -
         ConfigError: a layer mixes tokens without an exchange.
     """
     inputs = adapter_for(model).sequence_inputs()
-    inputs.check(model)
+    inputs.check(model, 1)
     cut = _CutModel(model, inputs, axis, context, is_first=True)
     cut.own_forward = unbound(model.forward, model)
     context.num_engines += 1
