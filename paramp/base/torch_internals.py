@@ -281,6 +281,11 @@ INVENTORY = (
     Private("torchtitan.components.metrics.MetricsProcessor", "log", "patched in a step: the scale in the metrics"),
     Private("transformers.PreTrainedModel", "_init_weights _pp_plan", "a model on meta, and its pipeline plan"),
     Private("transformers.PreTrainedModel", "_weight_conversions", "saving as it was loaded", optional=True),
+    Private(
+        "transformers.models.mixtral.modeling_mixtral",
+        "load_balancing_loss_func",
+        "patched in a forward: the loss of routers, in each file of a model that has it",
+    ),
     Private("transformers.PreTrainedConfig", "_name_or_path", "the folder that a model came from"),
     Private("transformers.PreTrainedModel", "_can_set_attn_implementation", "whether its attention is looked up"),
     Private("transformers.PreTrainedConfig", "_attn_implementation", "the attention that is replaced over ranks"),

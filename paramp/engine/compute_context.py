@@ -160,7 +160,7 @@ class CheckedCriterion:
         if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
             return loss
         count = self._found[1]
-        return loss * count.to(loss.device), count
+        return loss * count.to(loss.device).clamp(min=1), count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.

@@ -98,6 +98,8 @@ class Engine:
         self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
         batches = WindowRecord(stages, device)
+        for counts in batches.counts:
+            counts.by_labels = criterion is None
         waits = context.config.parallel.data_ranks_wait or bool(batches.counts)
         self._failure = SharedFailure(context, data_ranks_wait=waits)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, num_hooks, run_within
-from ..parallel.token_counts import TokenCounts
+from ..parallel.token_counts import StepCounts
 
 
 def check_modules(model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class _ForwardCheck:
     """Makes the context of each forward of ``stage``."""
 
     def __init__(self, stage: nn.Module) -> None:
-        modules = [(prefix, one) for prefix, one in stage.named_modules() if not isinstance(one, TokenCounts)]
+        modules = [(prefix, one) for prefix, one in stage.named_modules() if not isinstance(one, StepCounts)]
         self._buffers = [(prefix, child, name) for prefix, child in modules for name in child._buffers]
         self._has_run = False
 

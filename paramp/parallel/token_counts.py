@@ -18,6 +18,8 @@ equal counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -39,35 +41,25 @@ DROPPED = (
 )
 
 
-class TokenCounts(nn.Module):
-    """The number of tokens that chose each of ``num_experts``: a module that a router calls in training.
+class StepCounts(nn.Module):
+    """Whole numbers that forwards of a step add up, on all data ranks, as often on each of them.
 
-    In an engine it counts the step so far, on all data ranks, so that every data rank has to call it as often. Without
-    an engine it counts one call on this rank.
+    In an engine they are those of the step so far. Without one they are those of one forward on this rank.
 
     Attributes:
-        bias: for the scores by which experts are chosen, (experts), fp32; None with a ``bias_rate`` of 0.
-        total: counts of the step so far, (experts), int64.
+        total: of the step so far, 1-dim int64.
+        by_labels: whether the loss is the model's own, in which microbatches are weighted by their labels.
     """
 
-    bias: torch.Tensor | None
     total: torch.Tensor
+    by_labels = True
 
-    def __init__(self, num_experts: int, bias_rate: float = 0.0) -> None:
-        """``bias_rate``: what a step moves each bias by."""
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.num_experts, self.bias_rate = num_experts, bias_rate
-        self.register_buffer("total", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if bias_rate else None)
+        self.register_buffer("total", torch.zeros(size, dtype=torch.int64), persistent=False)
         self._group: dist.ProcessGroup | None = None
         self._adds_up = self._apart = False
         self._num_added = 0  # forwards in the step so far
-
-    def reset_parameters(self) -> None:
-        """Set counts and biases to zero."""
-        self.total.zero_()
-        if self.bias is not None:
-            self.bias.zero_()
 
     def join(self, data_ranks: dist.ProcessGroup | None, *, apart: bool = False) -> None:
         """Add up over ``data_ranks`` and forwards from now on, until :meth:`end_step` or :meth:`restart`.
@@ -81,26 +73,63 @@ class TokenCounts(nn.Module):
         """What a copy gets: it counts for itself."""
         return vars(self) | {"_group": None, "_adds_up": False}
 
+    def add(self, counts: torch.Tensor) -> torch.Tensor:
+        """Add ``counts`` of a forward on this rank, 1-dim int64; return those of the step so far."""
+        if not self._adds_up:
+            return counts
+        if in_backward():
+            if not self._num_added:
+                raise RuntimeError(REENTRANT)
+            return counts if self._apart else self.total.clone()
+        everywhere = counts.clone()
+        if self._group is not None:
+            all_reduce_(everywhere, self._group)
+        if not torch.is_grad_enabled():
+            return everywhere
+        self._num_added += 1
+        self.total.add_(everywhere)
+        return counts if self._apart else self.total.clone()
+
+    def end_step(self, skip: torch.Tensor) -> None:
+        """Forget the step; ``skip``, 0-dim bool: it was not made."""
+        self.restart()
+
+    def restart(self) -> None:
+        """The next forward is the first of a step."""
+        self.total.zero_()
+        self._num_added = 0
+
+
+class TokenCounts(StepCounts):
+    """The number of tokens that chose each of ``num_experts``: a module that a router calls in training.
+
+    In an engine it counts the step so far, on all data ranks, so that every data rank has to call it as often. Without
+    an engine it counts one call on this rank.
+
+    Attributes:
+        bias: for the scores by which experts are chosen, (experts), fp32; None with a ``bias_rate`` of 0.
+        total: counts of the step so far, (experts), int64.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, num_experts: int, bias_rate: float = 0.0) -> None:
+        """``bias_rate``: what a step moves each bias by."""
+        super().__init__(num_experts)
+        self.num_experts, self.bias_rate = num_experts, bias_rate
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if bias_rate else None)
+
+    def reset_parameters(self) -> None:
+        """Set counts and biases to zero."""
+        self.total.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
     @uncompiled
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         """Count ``index``, the experts of each token (tokens, choices), int64; return the counts so far, (experts)."""
-        again = self._adds_up and in_backward()
-        if again and not self._num_added:
-            raise RuntimeError(REENTRANT)
-        if again and not self._apart:
-            return self.total.clone()
         chosen = index.reshape(-1)
-        counts = torch.zeros_like(self.total).scatter_add_(0, chosen, torch.ones_like(chosen))
-        if again:
-            return counts
-        of_call = counts.clone()
-        if self._group is not None:
-            all_reduce_(counts, self._group)
-        if not self._adds_up or not torch.is_grad_enabled():
-            return counts
-        self._num_added += 1
-        self.total.add_(counts)
-        return of_call if self._apart else self.total.clone()
+        return self.add(torch.zeros_like(self.total).scatter_add_(0, chosen, torch.ones_like(chosen)))
 
     @uncompiled
     def balance(self, counts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
@@ -128,11 +157,6 @@ class TokenCounts(nn.Module):
             self.bias.add_(missing.sign() * ~skip, alpha=self.bias_rate)
         self.restart()
 
-    def restart(self) -> None:
-        """The next forward is the first of a step."""
-        self.total.zero_()
-        self._num_added = 0
-
 
 class _Balance(torch.autograd.Function):
     """:meth:`TokenCounts.balance` of the mean probabilities, with the counts of the backward in the gradient."""
@@ -150,6 +174,19 @@ class _Balance(torch.autograd.Function):
         return gradient * ctx.of.slope(ctx.of.total, ctx.dtype), None, None
 
 
-def token_counts(module: nn.Module) -> list[TokenCounts]:
+def token_counts(module: nn.Module) -> list[StepCounts]:
     """Those in ``module``: in their forwards data ranks wait for each other."""
-    return [one for one in module.modules() if isinstance(one, TokenCounts)]
+    return [one for one in module.modules() if isinstance(one, StepCounts)]
+
+
+@contextmanager
+def counted_alone(module: nn.Module) -> Iterator[None]:
+    """A context in which forwards of ``module`` count for themselves: other data ranks may run none."""
+    joined = [one for one in token_counts(module) if one._adds_up]
+    for one in joined:
+        one._adds_up = False
+    try:
+        yield
+    finally:
+        for one in joined:
+            one._adds_up = True

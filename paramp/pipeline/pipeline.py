@@ -24,6 +24,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..distributed.rng import forked
 from ..parallel.batches import Batch
+from ..parallel.token_counts import counted_alone
 from .stage import Stage, Stages
 from .stage_output import StageOutput
 from .torch_stage import LinkedStage, RecordedStage, StageSetting
@@ -232,7 +233,8 @@ class Pipeline:
         """
         random, stage.random = stage.random, nullcontext()
         try:
-            with keeping_buffers(stage), _thawed(self._trained), forked(self._context.device), torch.enable_grad():
+            alone, thawed = counted_alone(stage), _thawed(self._trained)
+            with alone, thawed, keeping_buffers(stage), forked(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)

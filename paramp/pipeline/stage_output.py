@@ -5,6 +5,7 @@ gradient back. Therefore
 
     a tensor that depends on weights            is sent in the compute dtype (reproducible: in its own)
     one of them without dims, such as a loss    is sent in its own dtype: its gradient is as large as the loss scale
+    one of them in fp64, such as a sum          is sent in fp64: the compute dtype may not hold it
     other tensors (tokens, masks, tables)       are sent unchanged, the bytes of all of them in one tensor
     numbers, shapes, None, tuples of those      are not sent: they are constant for one shape of the batch
 
@@ -119,7 +120,7 @@ class StageOutput:
             if isinstance(leaf, Constant):
                 return device if isinstance(leaf.value, torch.device) else leaf.value
             if leaf.has_gradient:
-                return next(differentiable).to(device, dtype if dtype and leaf.shape else leaf.dtype)
+                return next(differentiable).to(device, dtype if dtype and not _keeps_dtype(leaf) else leaf.dtype)
             return next(fixed).to(device)
 
         return map_leaves(value, self.tree)
@@ -161,8 +162,8 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
                 "gets contiguous, so that kernels may give other bits than in one process; split elsewhere "
                 "(parallel.pipeline.split), or return tensor.contiguous()"
             )
-        in_dtype = dtype if dtype and differentiable and shape else value.dtype
-        return SentTensor(shape, in_dtype, has_gradient=differentiable)
+        narrowed = dtype is not None and differentiable and not _keeps_dtype(value)
+        return SentTensor(shape, dtype if dtype and narrowed else value.dtype, has_gradient=differentiable)
     if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(
@@ -170,6 +171,11 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
         "strings, None, or tuples, lists, mappings and dataclasses of them; change its output, or split elsewhere "
         "(parallel.pipeline.split)"
     )
+
+
+def _keeps_dtype(value: torch.Tensor | SentTensor) -> bool:
+    """Whether a differentiable ``value`` is sent in its own dtype."""
+    return not value.shape or value.dtype is torch.float64
 
 
 def _fits(leaf: SentTensor | Constant, value: Any) -> bool:

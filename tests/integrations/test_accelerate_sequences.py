@@ -260,6 +260,8 @@ def test_what_would_train_wrongly_is_refused(world):
         model, _, _ = prepared(accelerator, "Llama")
         with pytest.raises(paramp.ConfigError, match=r"past_key_values.*expected none.*not cut"):
             model.generate(rows["input_ids"], max_new_tokens=2)
+        with pytest.raises(paramp.ConfigError, match=r"output_router_logits.*outside of paramp's engine"):
+            model(rows["input_ids"], output_router_logits=True)
         with pytest.raises(paramp.ConfigError, match=r"has other values.*need the same batch"):
             model(rows["input_ids"] + world.rank)
         ended(accelerator)

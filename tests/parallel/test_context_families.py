@@ -108,7 +108,6 @@ NEXT = {**NO_ATTENTION, **EXPERTS, "num_experts": 4, "shared_expert_intermediate
 NEXT |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 JAMBA = {**SIZES, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
 CHUNKS = {**HEADS, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}
-ROUTERS = {**SIZES, "num_local_experts": 4, "output_router_logits": True}
 SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED = {
     "BLOOM": ("bloom", "BloomForCausalLM", {**SMALL, "n_head": 4}),
@@ -119,7 +118,6 @@ REFUSED = {
     "MiniMax": ("minimax", "MiniMaxForCausalLM", {**NO_ATTENTION, "num_local_experts": 2}),
     "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM", NEXT),
     "RWKV": ("rwkv", "RwkvForCausalLM", SMALL),
-    "routers": ("mixtral", "MixtralForCausalLM", ROUTERS),
 }
 TEXTS = {
     "BLOOM": "BloomForCausalLM computes attention of its own",
@@ -130,7 +128,6 @@ TEXTS = {
     "MiniMax": "MiniMaxForCausalLM has layers of the type 'linear_attention'",
     "Qwen3-Next": "'model.layers.0.linear_attn.conv1d' is a Conv1d, which mixes tokens",
     "RWKV": "RwkvForCausalLM computes attention of its own",
-    "routers": "the configuration of MixtralForCausalLM has output_router_logits=True",
 }
 CONFIGURATIONS = {"gemma3": "Gemma3TextConfig", "llama4": "Llama4TextConfig"}
 
@@ -190,7 +187,7 @@ def test_each_family_trains_as_in_one_process(world, name, kind):
 
 
 @family
-@pytest.mark.parametrize("name", cases("refused families", [*REFUSED], ["Llama 4", "routers"], 2))
+@pytest.mark.parametrize("name", cases("refused families", [*REFUSED], ["Llama 4", "MiniMax"], 2))
 @on_ranks(2)
 def test_layers_without_an_exchange_are_refused_by_name(world, name):
     with (
@@ -207,6 +204,3 @@ def test_batches_that_would_train_otherwise_are_errors(world):
             engine_of(build("OPT"), None).forward_backward(next(batches("OPT", "packed")))
         with pytest.raises(paramp.ConfigError, match="counts their places itself"):
             engine_of(build("OPT"), None).forward_backward(next(batches("Llama", "padded")))
-        batch = {**next(batches("Mixtral", "padded")), "output_router_logits": True}
-        with pytest.raises(paramp.ConfigError, match="a batch has output_router_logits=True"):
-            engine_of(build("Mixtral"), None).forward_backward(batch)

@@ -5,7 +5,7 @@ import torch
 from beside_plain import adamw, assert_weights
 from families import cases, family
 from pool import on_ranks
-from reference import batches, local, rank_slice
+from reference import batches, local
 from small_engines import engine_of, own_part
 from torch.nn import functional as F
 
@@ -241,35 +241,6 @@ def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), abs=1e-5)
-
-
-@on_ranks(4)
-def test_the_auxiliary_loss_of_experts_is_weighted_by_the_labels_of_each_microbatch(world):
-    def mixtral():
-        model = pretrained.build("Mixtral")
-        model.router_aux_loss_coef = 0.5  # of 0.001 the gradient would be within the tolerance
-        return model
-
-    plain = mixtral()
-    optimizer = adamw(plain.parameters())
-    window = list(pretrained.batches("Mixtral", 2))
-    parts = [{key: rank_slice(one, rank, 2) for key, one in batch.items()} for batch in window for rank in (0, 1)]
-    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-    assert len(set(counts)) > 1
-    with paramp.launch_from_torch({"parallel": {"tensor": 2, "data": 2}, "gradient_accumulation": 2}) as context:
-        engine = engine_of(mixtral(), None, adamw)
-        for _ in range(3):
-            optimizer.zero_grad()
-            losses = [plain(**part, output_router_logits=True).loss for part in parts]
-            mean = sum(count * loss / sum(counts) for count, loss in zip(counts, losses, strict=True))
-            mean.backward()
-            optimizer.step()
-            for index, batch in enumerate(window):
-                found = engine.forward_backward(part_of(batch, context) | {"output_router_logits": True}).item()
-                assert engine.step().stepped == (index == 1)
-            assert found == pytest.approx(mean.item(), abs=1e-5)  # of the last call: over the window
-            engine.zero_grad()
-        assert_weights(engine.full_state_dict(), plain.state_dict(), atol=2e-5)
 
 
 @on_ranks(2)

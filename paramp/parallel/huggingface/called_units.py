@@ -26,6 +26,7 @@ from ...base.trees import leaves, map_tensors, tensors
 from .decoder_partition import check_parameters_are_in, check_positional, no_plan, put_at, stage_of
 from .missing_plans import find_architecture
 from .model_output import call_options, check_output, counting
+from .router_loss import ROUTERS
 
 
 class CalledUnitsPartition:
@@ -140,6 +141,11 @@ class _StageForward:
         self._last_output: Any = None
         self._looked_up = False
         kwargs = self._counted((), {**self._options, **kwargs, **self._received["inputs"], "return_dict": True})
+        if kwargs.get(ROUTERS, getattr(self.stage.config, ROUTERS, False)):
+            raise ConfigError(
+                f"inputs[{ROUTERS!r}]: got True, expected False in a pipeline of a model on meta, or of one that is no "
+                "chain of layers; build it on the CPU, set it to False, or parallel.pipeline.size to 1"
+            )
         self._device = next(tensors(kwargs)).device
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
         # The first run with gradients, on zeros, finds out which values depend on weights.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
 from .model_output import IGNORED, call_options, counting
+from .router_loss import ROUTERS
 
 NAME = "paramp_context"
 """The name of the attention in transformers' registry."""
@@ -66,7 +66,6 @@ class PretrainedInputs(SequenceInputs):
                 f"parallel.context.size: the stages of {kind} run all of its forward, expected a decoder that is built "
                 "on the CPU, whose stages get hidden states alone; set it to 1, or parallel.pipeline.size"
             )
-        _check_routers(config, f"the configuration of {kind}")
         AttentionInterface.register(NAME, context_attention)
         self._own = config._attn_implementation
         self._model.set_attn_implementation(NAME)
@@ -81,6 +80,8 @@ class PretrainedInputs(SequenceInputs):
 
     def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         some = {name: value for name, value in some.items() if name not in LIMITS}
+        if ROUTERS in self._parameters:  # of whose logits there is a row for each token of all samples
+            some[ROUTERS] = False
         documents = None if whole.get("attention_mask") is not None else _documents(whole)
         if documents is None or not bool(documents.diff(dim=1).any()):
             return some
@@ -94,6 +95,12 @@ class PretrainedInputs(SequenceInputs):
 
     def counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = {**call_options(self._model), **kwargs}
+        asked = kwargs.get(ROUTERS)
+        if getattr(self._model.config, ROUTERS, False) if asked is None else asked:
+            raise ConfigError(
+                f"inputs[{ROUTERS!r}]: got True, expected False beside the context axis outside of paramp's engine, "
+                "because the loss of routers would be that of a rank's tokens; set it to False"
+            )
         if kwargs.get("num_items_in_batch") is not None:
             return kwargs
         kwargs = counting(self._model)(args, kwargs)
@@ -112,7 +119,6 @@ class PretrainedInputs(SequenceInputs):
         if len(args) > 1:
             kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        _check_routers(kwargs, "a batch")
         if "past_key_values" in kwargs:
             raise ConfigError(
                 f"inputs['past_key_values']: got {type(kwargs['past_key_values']).__name__}, expected none, because "
@@ -144,6 +150,8 @@ class PretrainedInputs(SequenceInputs):
 
     def _part(self, name: str, value: Any, length: int, axis: SequenceAxis) -> Any:
         """This rank's tokens of the input ``name``."""
+        if isinstance(value, tuple):  # of the stage before, which has sums of routers too
+            value = value[0]
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             return value
         dim = value.ndim - 1 if name in POSITIONS else 1
@@ -153,16 +161,6 @@ class PretrainedInputs(SequenceInputs):
                 "dims, because parallel.context cuts sequences; leave it out, or set the size to 1"
             )
         return axis.cut(_padded(value, dim, length, axis, 0), dim)
-
-
-def _check_routers(options: Any, where: str) -> None:
-    """Raise a ConfigError if ``options``, a mapping or a configuration, ask for the loss of routers."""
-    get = options.get if isinstance(options, Mapping) else partial(getattr, options)
-    if get("output_router_logits", False):
-        raise ConfigError(
-            f"parallel.context.size: {where} has output_router_logits=True, which adds a loss of routers that is no "
-            "mean over tokens: each rank would take that of its own; expected False, or set the size to 1"
-        )
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int, axis: SequenceAxis, value: int) -> torch.Tensor:

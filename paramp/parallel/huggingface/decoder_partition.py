@@ -24,7 +24,8 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
 from .missing_plans import HEAD, find_architecture
-from .model_output import call_options, check_output, counting, main_output
+from .model_output import call_options, check_output, counting, label_count, main_output
+from .router_loss import ROUTERS, RouterLoss, RouterSums
 
 FIRST = frozenset({"input_ids", "inputs_embeds"})
 """The inputs of the first stage only."""
@@ -74,20 +75,32 @@ class PretrainedPartition:
             if name not in names:
                 put_at(part, model, name, _Nothing() if name in self._positions else PassThrough())
         kind, options, counted = type(model), call_options(model), counting(model)
+        count, routers = label_count(model), RouterLoss.of(model)
 
         def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
             check_positional(kind, more)
-            _check_requests(kwargs, stage)
+            _check_requests(kwargs, stage, routers)
             kwargs = counted((), {**options, **kwargs, "return_dict": True})
+            x, before = x if isinstance(x, tuple) else (x, None)
             if not is_first:
                 kwargs = {name: value for name, value in kwargs.items() if name not in FIRST} | {"inputs_embeds": x}
             elif x is not None:
                 kwargs["input_ids"] = x
-            if is_last:
-                return kind.forward(stage, **kwargs)
-            return main_output(kind.forward(stage, **{name: kwargs[name] for name in kwargs.keys() - LAST}))
+            if not is_last:
+                kwargs = {name: kwargs[name] for name in kwargs.keys() - LAST}
+            if routers is None or not routers.asked_in(kwargs):
+                return run(kwargs)
+            with routers.taken_over(stage, count((), kwargs), before and RouterSums(*before)) as sums:
+                output = run(kwargs)
+            return _without_router_logits(output) if is_last else (output, tuple(sums[0]))
+
+        def run(kwargs: dict[str, Any]) -> Any:
+            output = kind.forward(stage, **kwargs)
+            return output if is_last else main_output(output)
 
         stage = with_forward(part, forward)
+        if routers is not None and is_last:
+            routers.add_to(stage)
         return stage
 
     @property
@@ -111,7 +124,8 @@ class PretrainedPartition:
         for name, _ in self.units:
             shell.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
         try:
-            same = torch.equal(shell(hidden), hidden)
+            asked = {} if RouterLoss.of(self._model) is None else {ROUTERS: False}
+            same = torch.equal(shell(hidden, **asked), hidden)
             reason = "it computes more"
         except Exception as error:
             same, reason = False, f"{type(error).__name__}: {error}"
@@ -130,20 +144,27 @@ class PretrainedPartition:
 
 
 OF_ALL_UNITS = {
-    "output_router_logits": "the auxiliary loss needs the router logits of all stages",
+    ROUTERS: "the last stage would return those of its own units alone, and has no loss of routers unless the model's "
+    "configuration asks for it before initialize",
     "output_hidden_states": "the last stage would return those of its own units alone",
     "output_attentions": "the last stage would return those of its own units alone",
 }
 """Inputs that ask for values of all units, and why a pipeline cannot return them."""
 
 
-def _check_requests(kwargs: Mapping[str, Any], stage: nn.Module) -> None:
+def _check_requests(kwargs: Mapping[str, Any], stage: nn.Module, routers: RouterLoss | None) -> None:
     for name, reason in OF_ALL_UNITS.items():
-        if kwargs.get(name, getattr(stage.config, name, False)):
+        is_sent = name == ROUTERS and routers is not None and routers.is_wanted
+        if kwargs.get(name, getattr(stage.config, name, False)) and not is_sent:
             raise ConfigError(
                 f"inputs[{name!r}]: got True, expected False in a pipeline, because {reason}; set it to False, or "
                 "parallel.pipeline.size to 1"
             )
+
+
+def _without_router_logits(output: Any) -> Any:
+    """``output`` without those that the last stage has of its own layers."""
+    return type(output)(**{name: value for name, value in output.items() if name != "router_logits"})
 
 
 class _Nothing(PassThrough):

@@ -13,6 +13,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
+from .router_loss import RouterLoss
 
 IGNORED = -100
 """The label of a token without a loss, in transformers."""
@@ -22,13 +23,19 @@ def without_cache(model: nn.Module) -> nn.Module:
     """``model`` without a cache of keys and values, whose loss is the mean over the microbatch's labels."""
     check_output(model)
     options = call_options(model)
-    counted = counting(model)
+    counted, count = counting(model), label_count(model)
+    routers = RouterLoss.of(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
-        return type(model).forward(changed, *args, **counted(args, kwargs))
+        if routers is None:
+            return type(model).forward(changed, *args, **counted(args, kwargs))
+        with routers.taken_over(changed, count(args, kwargs)):
+            return type(model).forward(changed, *args, **counted(args, kwargs))
 
     changed = with_forward(model, forward)
+    if routers is not None:
+        routers.add_to(changed)
     return changed
 
 
@@ -97,7 +104,7 @@ def token_loss(model: nn.Module) -> Callable[[Any, Batch], Any]:
     """A function that finds the loss in an output of ``model``: ``(sum, count)`` over the labels of the microbatch.
 
     So the loss of a step is the mean over the labels of all microbatches, accumulated batches and data ranks. What the
-    model adds to it, such as the auxiliary loss of a mixture of experts, is weighted in the same way.
+    model adds to it is weighted in the same way; without labels it has the weight of one.
     """
     count_labels = label_count(model)
 
@@ -105,7 +112,7 @@ def token_loss(model: nn.Module) -> Callable[[Any, Batch], Any]:
         loss, count = getattr(output, "loss", None), count_labels(microbatch.args, microbatch.kwargs)
         if loss is None or count is None:
             return loss
-        return loss * count.to(loss.device), count
+        return loss * count.to(loss.device).clamp(min=1), count
 
     return find
 
