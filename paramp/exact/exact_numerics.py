@@ -244,6 +244,8 @@ class ExactNumerics(Numerics):
     def begin_backward(self, microbatch: int) -> None:
         """The microchunk's forwards may be computed again."""
         self._run.move_to(microbatch)
+        if self._sequences is not None:
+            self._sequences.compare_modules()
 
     def end_backward(self, stage: int, microbatch: int) -> None:
         """Add the gradients to the tree."""

@@ -7,11 +7,14 @@ of queries in one tree. Losses are of whole sequences, on every rank.
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..base.collectives import all_reduce_
 from ..base.dtensor import is_dtensor, resized
@@ -52,6 +55,31 @@ class ExactSequenceAxis(SequenceAxis):
             count = count.to(self.device, copy=True)
             all_reduce_(count, self._group)
         return count
+
+    def compare_modules(self) -> None:
+        """Compare which modules have run over the ranks of the axis, which sum their gradients together.
+
+        Raises:
+            RuntimeError: on each of them: they differ.
+        """
+        ran, self._forwards.sliced = self._forwards.sliced, Counter()
+        if self.size == 1:
+            return
+        number = zlib.crc32(repr(sorted(ran.items())).encode())
+        bounds = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
+        most, minus_least = bounds.tolist()
+        if most == -minus_least:
+            return
+        of_ranks: list[Any] = [None] * self.size
+        dist.all_gather_object(of_ranks, ran, self._group)
+        names = {name for one in of_ranks for name in one}
+        name = min(name for name in names if len({one[name] for one in of_ranks}) > 1)
+        raise RuntimeError(
+            f"reproducible: a {name} has run {' and '.join(str(one[name]) for one in of_ranks)} times on the ranks of "
+            "the context axis, expected the same number: the forward depends on the tokens that a rank has; set "
+            "parallel.context to 1"
+        )
 
     def trial(self) -> AbstractContextManager[None]:
         return self._forwards.aside()

@@ -130,37 +130,9 @@ class MicrochunkGradients(GradientReduction):
         experts = [[tap.pop() for tap in taps] for taps in self._experts[stage].values()]
         if not self._in_call:  # it is computed again, for a diagnosis
             return
-        names = [param.name for param in self._stages[stage]] + [tap.name for tap in self._taps[stage]]
-        own = self._over_context([*self._take(self._stages[stage]), *others], names)
-        self._trees[stage].add(index, own)
+        self._trees[stage].add(index, [*self._take(self._stages[stage]), *others])
         for source, terms in enumerate(zip(*experts, strict=True)):
             self._expert_trees[stage].add(source * self._num_microchunks + index, [*terms])
-
-    def _over_context(self, found: Terms, names: Sequence[str]) -> Terms:
-        """The sums over the ranks of the context axis of what each has ``found`` for its slices of the sequence.
-
-        Raises:
-            RuntimeError: on each of them: not all have a gradient of the same parameters, by ``names``.
-        """
-        axis = self._context.cp
-        if axis.size == 1 or not found:
-            return found
-        counts = _presence_of(found, self._context.device)
-        dist.all_reduce(counts, group=axis.group)
-        for name, count in zip(names, counts.tolist(), strict=True):
-            if count not in (0, axis.size):
-                raise RuntimeError(
-                    f"reproducible: {count:g} of {axis.size} ranks of the context axis have a gradient of {name!r}, "
-                    "expected all or none: the forward depends on the tokens that a rank has; set parallel.context to 1"
-                )
-        terms = [value for value in found if value is not None]
-        if not terms:
-            return found
-        flat = torch.cat([value.reshape(-1) for value in terms])
-        sum_over_(flat, axis.group)
-        parts = zip(flat.split([value.numel() for value in terms]), terms, strict=True)
-        sums = iter([part.view(value.shape) for part, value in parts])
-        return [None if value is None else next(sums) for value in found]
 
     def _take(self, params: Sequence[FlatParam]) -> Terms:
         """The gradients that the last microchunk gave to ``params``, in fp32; they are dropped where they were."""

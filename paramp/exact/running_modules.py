@@ -15,6 +15,7 @@ from ..base.backward_state import in_backward
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..base.torch_internals import expect
+from ..distributed.token_positions import ACTIVE
 from .exact_layout import ExactLayout, Position
 
 expect("torch._C.DisableTorchFunction")
@@ -39,11 +40,13 @@ class Forwards:
             sharded in their features or heads, on one tensor rank too: then the number of its fused outputs, 3 for
             query, key and value, each of which is sharded. A plain tensor does not show it.
         slicing: whether a module computes one slice of the sequence.
+        sliced: how often each module has done so, by how messages name it, since context ranks last compared it.
     """
 
     def __init__(self, layout: ExactLayout, position: Callable[[], Position] = Position) -> None:
         self.layout, self.position, self.fused = layout, position, 0
         self.slicing = False
+        self.sliced: Counter[str] = Counter()
         self._running: list[Forward] = []
         self._counts: Counter[str] = Counter()
         self._repeated: set[str] = set()
@@ -120,17 +123,19 @@ class Forwards:
     def aside(self) -> Iterator[None]:
         """A context for forwards that do not count."""
         counted = self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused
+        sliced = self.sliced.copy()
         self._running, self._counts, self._repeated, self._earlier, self._fused_at = [], Counter(), set(), {}, {}
         self.fused = 0
         try:
             yield
         finally:
             self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused = counted
+            self.sliced = sliced
 
     @property
     def sees_parts(self) -> bool:
         """Whether the code that runs is the model's, on all of this rank's tokens, which are fewer on more ranks."""
-        return self.layout.cuts_sequences and bool(self._running) and not self.slicing
+        return self.layout.cuts_sequences and bool(ACTIVE and self._running) and not self.slicing
 
     def begin(self) -> None:
         """A forward of another microchunk begins, or one outside of microchunks."""

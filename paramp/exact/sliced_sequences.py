@@ -1,7 +1,8 @@
 """Modules with parameters that compute the slices of a sequence one by one.
 
 The bits of a row may depend on how many rows there are, and the gradient of a weight on the order of its tokens. So
-each slice is a call of its own, in every layout, and the gradients of its weights are summed in a tree over the slices.
+each slice is a call of its own, in every layout, and the gradients of its weights are summed in a tree over the slices
+of all ranks of the context axis, before they are rounded to the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, unbound, with_parameters
+from ..distributed.token_positions import ACTIVE
 from .running_modules import Forwards, unwatched
 from .sliced_styles import parameter_of
 from .slices import fan_out, join, split
@@ -48,7 +50,12 @@ def slice_sequences(module: nn.Module, forwards: Forwards) -> None:
 
 
 def _in_slices(forwards: Forwards, run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``run``, a forward of ``module``, of each slice of the sequence in its one tensor."""
+    """``run``, a forward of ``module``, of each slice of the sequence in its one tensor.
+
+    Where no engine computes, as where a stage is tried with whole sequences, ``run`` itself.
+    """
+    if not ACTIVE:
+        return run(module, *args, **kwargs)
     first = None if args else next(iter(kwargs))  # the name of what is given by keyword
     x = args[0] if first is None else kwargs[first]
     others = [*args[1:], *(value for name, value in kwargs.items() if name != first)]
@@ -56,10 +63,12 @@ def _in_slices(forwards: Forwards, run: Any, module: nn.Module, *args: Any, **kw
     dim = _dim_of_tokens(forwards, module, x, others, count)
     with unwatched():
         own = {name: parameter_of(module, name) for name, value in module._parameters.items() if value is not None}
+        group = forwards.layout.sequences.group
         aliases = {
-            name: fan_out(value, count, None, dtype=value.dtype) for name, value in own.items() if value is not None
+            name: fan_out(value, count, group, dtype=value.dtype) for name, value in own.items() if value is not None
         }
         slices = split(x, count, dim)
+    forwards.sliced[f"{type(module).__name__} in {forwards.module}"] += 1
     outputs = []
     for index, one in enumerate(slices):
         with forwards.in_slice(), with_parameters(module, {name: each[index] for name, each in aliases.items()}):

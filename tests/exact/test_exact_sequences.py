@@ -14,14 +14,18 @@ from torch.nn import functional as F
 
 import paramp
 from paramp.config.files import load
+from paramp.config.reproducible import MODES
 from paramp.models import MoEGPT
 
-MODES = ("32-true", "16-mixed", "bf16-mixed")
 OTHERS = ("tp2", "dp2", "pp2", "fsdp2")
 EVERYTHING = [
     (f"sequences: {task}", layout, mode) for task in LONG for layout in (*CONTEXT_LAYOUTS, *OTHERS) for mode in MODES
 ]
-PART = [("sequences: gpt", "cp4", "32-true"), ("sequences: llama, own loss", "cp2·tp2", "32-true")]
+PART = [
+    ("sequences: gpt", "cp4", "bf16-naive"),
+    ("sequences: llama, padded", "cp2·tp2", "32-true"),
+    ("sequences: llama, documents", "cp2·pp2", "32-true"),
+]
 STEPS = number(2, 6)
 
 
@@ -79,6 +83,8 @@ class Block(nn.Module):
 
     def forward(self, tokens):
         x = self.table(tokens)
+        if self.kind == "some tokens" and int(tokens[0, 0]):
+            return self.head(self.inside(x))
         if self.kind == "other weight":
             return F.linear(x, self.table.weight)
         if self.kind == "mean":
@@ -112,6 +118,16 @@ def test_what_has_no_slices_is_refused_by_name(world):
             engine_of(nn.Sequential(Block("")), next_token).forward_backward(tokens[:, :6], tokens[:, :6])
         with pytest.raises(paramp.ConfigError, match="is a mixture of experts, whose rows have no slices"):
             engine_of(mixtures(), MoEGPT.loss)
+
+
+@on_ranks(2)
+def test_a_forward_that_depends_on_a_ranks_tokens_is_an_error_before_ranks_wait(world):
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    tokens[0, 8] = 1  # the first of rank 1; of the tokens that are tried it has others
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 4}, "parallel": {"context": 2}}):
+        engine = engine_of(nn.Sequential(Block("some tokens")), next_token)
+        with pytest.raises(RuntimeError, match="a LayerNorm in '0' has run 0 and 1 times on the ranks of the"):
+            engine.forward_backward(tokens, tokens)
 
 
 @pytest.mark.parametrize(

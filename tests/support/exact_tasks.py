@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import paramp
 from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig, ViT, ViTConfig
 
 VOCAB = 100
@@ -64,6 +65,33 @@ def labelled(call: int) -> Any:
     drawn, _ = tokens()(call)
     labels = drawn.masked_fill(torch.rand(drawn.shape, generator=torch.Generator().manual_seed(call)) < 0.3, -100)
     return ({"input_ids": drawn, "labels": labels},)
+
+
+def padded(call: int) -> Any:
+    """As :func:`labelled`, of 13 tokens, with padding on the left of the first sample and on the right of others."""
+    (batch,) = labelled(call)
+    batch = {name: value[:, :13] for name, value in batch.items()}
+    lengths = torch.tensor([9, 13, 6, 2]).roll(call)[:, None]
+    seen = torch.arange(13) < lengths
+    seen[0] = seen[0].flip(0)
+    return ({**batch, "labels": batch["labels"].masked_fill(~seen, -100), "attention_mask": seen.long()},)
+
+
+def packed(call: int) -> Any:
+    """As :func:`labelled`, each sample of two or three documents."""
+    (batch,) = labelled(call)
+    positions = torch.arange(LENGTH).repeat(4, 1)
+    positions[:, 7:] -= 7
+    positions[call % 4, 12:] -= 5
+    return ({**batch, "position_ids": positions},)
+
+
+def limited(call: int) -> Any:
+    """As :func:`packed`, with documents as flash attention takes them."""
+    (batch,) = labelled(call)
+    limits = paramp.whole(torch.tensor([0, 5, 12, LENGTH], dtype=torch.int32))
+    positions = torch.cat([torch.arange(size) for size in (5, 7, 4)]).repeat(4, 1)
+    return ({**batch, "position_ids": positions, "cu_seq_lens_q": limits, "cu_seq_lens_k": limits},)
 
 
 def lora() -> nn.Module:
@@ -225,6 +253,10 @@ LONG = {
     "llama, own loss": Task(LLAMA, labelled, None, calls=1),
     "llama, dropout, own loss": Task(partial(LLAMA, attention_dropout=0.1), labelled, None, calls=1),
     "llama, tied": Task(partial(LLAMA, tie_word_embeddings=True), criterion=output_loss, calls=1),
+    "llama, padded": Task(LLAMA, padded, None, calls=1),
+    "llama, packed": Task(LLAMA, packed, None, calls=1),
+    "llama, documents": Task(LLAMA, limited, None, calls=1),
+    "own, called twice": Task(partial(own, "called twice"), plan=OWN_PLAN, calls=1),
 }
 """Those whose sequences are cut; each is also of whole ones in slices."""
 TASKS = {
