@@ -86,7 +86,7 @@ def faulty_gpt() -> nn.Module:
         block.dropout = nn.Sequential(block.dropout, Scale(32, fault))
 
     def hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if fault.kind == "backward" and fault.now("backward"):
+        if fault.kind == "backward" and output.requires_grad and fault.now("backward"):
             output.register_hook(bumped)
         return Faulty.apply(output, False) if fault.now("forward") else None
 
@@ -125,9 +125,9 @@ def planted() -> Iterator[None]:
         return result
 
     def faulty_sum(gradients: MicrochunkGradients) -> None:
+        in_call, fault = gradients._in_call, Fault()  # else of an evaluation
         end_last_backward(gradients)
-        fault = Fault()
-        if fault.kind == "gradient":
+        if fault.kind == "gradient" and in_call:
             (param,) = (param for param in gradients._params if param.name == fault.name)
             bump_(param.local_gradient)
 

@@ -332,7 +332,6 @@ def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
         ("a:b --steps 0", "steps: got 0, expected an integer of 1 or more"),
         ("a:b --lr inf", "lr: got inf, expected a finite number above 0"),
         ("a:b --tolerance nan", "tolerance: got nan, expected a finite number of 0 or more"),
-        ("a:b --exact --cp 2", "parallel.context.size: got 2, expected 1 with exact, which joins no cut sequences"),
         ("a:b --exact --tolerance 1", "tolerance: got 1.0, expected none with exact, which compares bits"),
         ("a:b --json none/report.json", "--json: no folder 'none' to write 'none/report.json' into"),
         ("a:b --tp x", "argument --tp: invalid int value: 'x'"),

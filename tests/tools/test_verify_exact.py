@@ -35,6 +35,10 @@ LAYOUTS = {
     "pp2·tp2": {"pipeline": 2, "tensor": 2},
     "dp2·tp2": {"data": 2, "tensor": 2, "sequence_parallel": True},
     "ep2": {"expert": 2},
+    "cp2": {"context": 2},
+    "cp2·tp2": {"context": 2, "tensor": 2},
+    "cp2·pp2": {"context": 2, "pipeline": 2},
+    "fsdp2·cp2": {"context": 2, "data": {"shard": 2}},
     "pp2 zero-bubble": {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 4}},
 }
 
@@ -60,6 +64,8 @@ def verify(tmp_path_factory):
         of_single = json.dumps({"model": options.model, "precision": precision, **settings})
         if fault and fault["kind"] == "weight gradient":
             of_single += " scaled"
+        if "context" in LAYOUTS[layout]:
+            of_single += " cut"
         if of_single not in singles:
             singles[of_single] = tmp_path_factory.mktemp("single")
             in_folder(options, "single", 1, singles[of_single])
@@ -79,11 +85,17 @@ EQUAL = [
     ("dp2·tp2", "bf16-mixed"),
     ("pp2·tp2", "16-naive"),
     ("pp2 zero-bubble", "32-true"),
+    ("cp2·tp2", "32-true"),
+    ("cp2·pp2", "bf16-naive"),
+    ("cp2", "16-mixed"),
 ]
+PART_EQUAL = [("dp2+zero", "16-mixed"), ("cp2·tp2", "32-true")]
 
 
 @family
-@pytest.mark.parametrize(("layout", "precision"), cases("verify exact", EQUAL, [("dp2+zero", "16-mixed")], 1))
+@pytest.mark.parametrize(
+    ("layout", "precision"), cases("verify exact", EQUAL, [("dp2+zero", "16-mixed"), ("cp2·tp2", "32-true")], 1)
+)
 def test_equal_runs_are_reported_as_equal(layout, precision, verify):
     calls = 1 if "zero-bubble" in layout else 2  # it needs four microbatches in a call
     report = verify(layout, precision, gradient_accumulation=calls, clip_grad_norm=1.0)
@@ -135,9 +147,16 @@ FAULTS = {
     "master pp2": ("pp2", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 1), (1, None)),
     "master dp2+zero": ("dp2+zero", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 2), (2, None)),
     "state tp2": ("tp2", "32-true", ("optimizer state", 1, "blocks.0.mlp.down.weight.exp_avg", 1), (1, None)),
+    "forward cp2": ("cp2", "32-true", ("forward", 1, "blocks.0.mlp.down", 4), (1, 1)),
+    "forward cp2·tp2": ("cp2·tp2", "32-true", ("forward", 3, "blocks.1.mlp.up", 4), (1, 1)),
+    "backward cp2·pp2": ("cp2·pp2", "32-true", ("backward", 0, "blocks.0.mlp.up", 3), (1, 1)),
+    "backward cp2·tp2": ("cp2·tp2", "32-true", ("backward", 1, "blocks.0.attention.qkv", 2), (1, 2)),
+    "loss cp2": ("cp2", "32-true", ("loss", 1, "", 4), (1, 3)),
+    "gradient cp2": ("cp2", "32-true", ("gradient", 1, "norm.bias", 0), (1, None)),
+    "weight fsdp2·cp2": ("fsdp2·cp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
     "weight dp2·tp2": ("dp2·tp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
 }
-PART = ["backward tp2", "forward dp2", "master pp2"]
+PART = ["backward tp2", "forward dp2", "master pp2", "forward cp2·tp2"]
 
 
 @family

@@ -2,7 +2,8 @@
 
 Every tensor that the ranks of the sharded run have is brought to the shape that it has in the single process: copies
 are compared one by one; shards of weights are compared where they belong in the whole one; shards of activations are
-joined along the dim in which they differ. What cannot be joined is not compared, which the report says.
+joined along the dim in which they differ, those of context ranks along that of the tokens. What cannot be joined is not
+compared, which the report says.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def compare_exactly(
         for entry in traces["sharded"][rank]:
             held[entry.key].append((rank, entry))
     packed = {*sharded[0].packed, sharded[0].microbatch_size} - {0, 1}
+    context_ranks = [record.context_rank for record in sharded]
     holders: dict[str, set[int]] = {}
     wholes = [*traces["single"][0]]
     for whole in sorted(wholes, key=_order):  # stable: in the order in which the single process computed them
@@ -53,7 +55,7 @@ def compare_exactly(
             if not holders[key.name]:  # a module that spans stages has another output on each
                 continue
             found = [(rank, entry) for rank, entry in found if rank in holders[key.name]]
-        _compare(whole, found, packed, report)
+        _compare(whole, found, context_ranks, packed, report)
     for key in held:
         if not (key.kind in OF_MODULES and not holders.get(key.name, {0})):
             report.leave_out(key, "only the sharded run has it")
@@ -63,7 +65,7 @@ def _order(entry: Entry) -> tuple[int, int]:
     return entry.key.step, KINDS.index(entry.key.kind)
 
 
-def _compare(whole: Entry, found: Held, packed: set[int], report: ExactReport) -> None:
+def _compare(whole: Entry, found: Held, context_ranks: Sequence[int], packed: set[int], report: ExactReport) -> None:
     """Compare one tensor of the single process with what the ranks have of it."""
     key, values = whole.key, whole.values
     pairs: list[tuple[torch.Tensor, ...]] = []
@@ -73,7 +75,7 @@ def _compare(whole: Entry, found: Held, packed: set[int], report: ExactReport) -
         return
     problem = _problem(whole, found)
     if problem is None:
-        pairs = [*_pairs(values, found, packed)]
+        pairs = [*_pairs(values, found, packed)] or [*_of_sequences(values, found, context_ranks, packed)]
         shapes = ", ".join(str(tuple(entry.values.shape)) for _, entry in found)
         problem = None if pairs else f"its ranks have shapes {shapes}, which do not make up {tuple(values.shape)}"
     if problem is not None:
@@ -113,6 +115,29 @@ def _pairs(values: torch.Tensor, found: Held, packed: set[int]) -> Iterator[tupl
     numbers = [torch.full(entry.values.shape, rank) for rank, entry in found]
     for actual, ranks in zip(joined(parts, values, packed), joined(numbers, values, packed), strict=True):
         yield values, actual, ranks
+
+
+def _of_sequences(
+    values: torch.Tensor, found: Held, context_ranks: Sequence[int], packed: set[int]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """As :func:`_pairs`, for context ranks that each have consecutive tokens: in dim 1, 2 or 0, or in rows of samples.
+
+    ``packed`` has the number of samples.
+    """
+    of_ranks: dict[int, Held] = {index: [] for index in sorted({context_ranks[rank] for rank, _ in found})}
+    for rank, entry in found:
+        of_ranks[context_ranks[rank]].append((rank, entry))
+    size = len(of_ranks)
+    for dim, count in ((1, 1), (2, 1), *((0, count) for count in (1, *packed))):
+        if size == 1 or values.ndim <= dim or values.shape[dim] % (count * size):
+            continue
+        cut = (one.flatten(dim, dim + 1) for one in values.unflatten(dim, (count, size, -1)).unbind(dim + 1))
+        ways = (_pairs(part, of_rank, packed) for part, of_rank in zip(cut, of_ranks.values(), strict=True))
+        for several in zip(*ways, strict=True):
+            yield tuple(
+                torch.stack([one.unflatten(dim, (count, -1)) for one in tensors], dim + 1).flatten(dim, dim + 2)
+                for tensors in zip(*several, strict=True)
+            )
 
 
 def _placed(values: torch.Tensor, found: Held) -> Iterator[tuple[torch.Tensor, ...]]:

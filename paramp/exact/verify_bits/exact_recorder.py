@@ -41,7 +41,7 @@ class ExactRecorder(Observer):
         assert isinstance(totals, MicrochunkTotals)
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
         gradients.compares_replicas = False  # a difference between tensor ranks is for the report
-        self._data_rank = engine.context.batch_axis.rank
+        self._data_rank = engine.context.dp.rank
         self._step = self._call = self._num_microbatches = 0
         self._microbatch: int | None = None
         self._calls: Counter[str] = Counter()

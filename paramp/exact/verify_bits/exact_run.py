@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
-from ...base.errors import require
 from ...config.reproducible import Reproducible
 from ...config.schema import Config
 from ...distributed.context import ParallelContext
@@ -26,15 +26,10 @@ LR = 1e-3
 WEIGHT_DECAY = 0.1
 
 
-def in_exact_mode(config: Config) -> Config:
-    """``config`` with ``reproducible``, its own or True.
-
-    Raises:
-        ConfigError: it cuts sequences.
-    """
-    whole = "1 with exact, which joins no cut sequences; compare what both runs save"
-    require(config.parallel.context.size == 1, "parallel.context.size", config.parallel.context.size, whole)
-    return replace(config, reproducible=config.reproducible or True)
+def in_exact_mode(config: Config, context_size: int) -> Config:
+    """``config`` with ``reproducible``: its own, or True with slices of sequences for ``context_size`` ranks."""
+    default = True if context_size == 1 else Reproducible(sequence_slices=2 * context_size)
+    return replace(config, reproducible=config.reproducible or default)
 
 
 def train_exactly(options: Options, context: ParallelContext, num_microbatches: int, trace: Path) -> RankRecord:
@@ -50,6 +45,10 @@ def train_exactly(options: Options, context: ParallelContext, num_microbatches: 
     least = num_microbatches * num_calls * chunk
     engine, batches, record = prepared(options, context, 2 * least, least, adamw)
     record.microbatch_size = chunk
+    if config.reproducible.sequence_slices > 1:  # the first batch has a trial, with outputs of some tokens
+        first = next(batches)
+        engine.evaluate(local_rows(first, context))
+        batches = chain([first], batches)
     writer = TraceWriter(trace)
     with ExactRecorder(engine, local_modules(engine, record), writer) as recorder:
         for step, batch in enumerate(batches, start=1):

@@ -91,7 +91,8 @@ def configure(options: Options, run: str) -> Config:
         parallel = ParallelConfig(data=1, pipeline=PipelineConfig(microbatches=chunks))
     changes: dict[str, Any] = {"parallel": parallel, "precision": precision, "masters": None}
     if options.exact:
-        exact: Config = importlib.import_module(EXACT).in_exact_mode(dataclasses.replace(config, **changes))
+        in_exact_mode = importlib.import_module(EXACT).in_exact_mode
+        exact: Config = in_exact_mode(dataclasses.replace(config, **changes), config.parallel.context.size)
         return exact
     return dataclasses.replace(config, **changes, gradient_accumulation=1, reproducible=False, clip_grad_norm=CLIP)
 
