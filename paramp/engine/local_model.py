@@ -16,6 +16,7 @@ from ..distributed.numerics_protocol import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
+from ..parallel.model_families import slices_experts
 from ..parallel.token_counts import token_counts
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
@@ -78,7 +79,9 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     if plan.experts:
         from ..parallel.tensor.sharding_plan import apply_plan
 
-        apply_plan(module, plan.experts, context.expert_mesh[context.axes_of("expert")])
+        for sliced, axes in (False, context.axes_of("expert")), (True, context.axes_of("expert", "tensor")):
+            those = {name: style for name, style in plan.experts.items() if slices_experts(style) == sliced}
+            apply_plan(module, those, context.expert_mesh[axes])
     joined.take_over(module)
     units = None
     if config.parallel.shard > 1:

@@ -17,7 +17,7 @@ from ..parallel.batches import Batch
 from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.materialize import InitialValues
 from ..parallel.model_checks import check_model, check_stages
-from ..parallel.model_families import UserPlan, adapter_for, is_of_experts
+from ..parallel.model_families import UserPlan, adapter_for, is_of_experts, slices_experts
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
 from ..precision.experts import check_grouped_products
 from ..precision.float8_layers import Choice, choose_layers
@@ -74,7 +74,9 @@ def plan_model(
     adapter = adapter_for(model)
     styles = numerics.plan(adapter, plan, context)
     experts = adapter.experts(plan, config.parallel.expert)
-    experts |= {name: style for name, style in styles.items() if name in experts and is_of_experts(style)}
+    both = config.parallel.tensor.size > 1
+    own = {name for name, style in styles.items() if is_of_experts(style) or (both and slices_experts(style))}
+    experts |= {name: styles[name] for name in own & experts.keys()}
     styles = {name: style for name, style in styles.items() if name not in experts}
     float8 = None
     if config.precision.float8 is not None:

@@ -63,6 +63,11 @@ def usable_context(context: ParallelContext | None) -> ParallelContext:
             f"mesh: got the axes {', '.join(current.roles)}, expected none for experts beside the one that shards "
             "parameters: all others are sharded over both; launch with parallel.data.shard and parallel.expert"
         )
+    if [role for role in current.roles.values() if role in ("expert", "tensor")] == ["tensor", "expert"]:
+        raise ConfigError(
+            f"mesh: got the axes {', '.join(current.roles)}, expected the one for experts before the tensor axis, over "
+            "which each expert may be sharded too"
+        )
     if current.cp.size > 1 and parallel.shard > 1 and current.shard_mesh is mesh:
         raise ConfigError(
             f"mesh: got the axes {', '.join(current.roles)}, expected one that shards parameters over the ranks of dp "

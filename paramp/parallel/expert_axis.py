@@ -66,18 +66,7 @@ class ExpertParallel(ParallelStyle):
             module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
-
-            def run(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-                if not len(rows):
-                    return no_rows(rows, shards.values())
-                size, num_local = received.shape
-                experts = torch.arange(num_local, device=rows.device).repeat(size).repeat_interleave(received.flatten())
-                choice = experts.view(-1, 1).to(top_k_index.dtype), weights.view(-1, 1)
-                with with_parameters(module, shards):
-                    output: torch.Tensor = type(module).forward(module, rows, *choice)
-                return output
-
-            return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
+            return output_of_all(module, shards, (hidden_states, top_k_index, top_k_weights), group)
 
         return replace_forward(module, forward)
 
@@ -85,7 +74,7 @@ class ExpertParallel(ParallelStyle):
     def _shard(module: nn.Module, device_mesh: DeviceMesh) -> None:
         for name in [*module._parameters]:
             distribute(module, name, device_mesh, Shard(0))
-        vars(module)["num_experts"] = cast(int, module.num_experts) // device_mesh.size()
+        have_part(module, device_mesh.size())
 
 
 def problem_of(module: nn.Module) -> str | None:
@@ -115,6 +104,39 @@ def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle])
                 f"plan: it leaves {name!r}, a {type(module).__name__} of {module.num_experts} experts, replicated, "
                 "expected the style 'experts' for each mixture, because parallel.expert is set"
             )
+
+
+def have_part(module: nn.Module, size: int) -> None:
+    """Let ``module`` be of one of ``size`` equal parts of its experts."""
+    vars(module)["num_experts"] = cast(int, module.num_experts) // size
+
+
+def output_of_all(
+    module: Any,
+    shards: Mapping[str, torch.Tensor],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """The output of the experts of ``group`` for this rank's tokens, by the forward of ``module``.
+
+    Args:
+        shards: the parameters of this rank's experts, by name.
+        inputs: as of :func:`dispatched`.
+    """
+    dtype = inputs[1].dtype
+
+    def run(rows: torch.Tensor, weights: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        if not len(rows):
+            return no_rows(rows, shards.values())
+        size, num_local = received.shape
+        experts = torch.arange(num_local, device=rows.device).repeat(size).repeat_interleave(received.flatten())
+        with with_parameters(module, shards):
+            output: torch.Tensor = type(module).forward(
+                module, rows, experts.view(-1, 1).to(dtype), weights.view(-1, 1)
+            )
+        return output
+
+    return dispatched(run, inputs, module.num_experts, group)
 
 
 def dispatched(

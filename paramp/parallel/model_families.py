@@ -86,7 +86,11 @@ class ModelAdapter:
         """The style of each module of experts, from the plan or the model; none for a model without experts."""
         from .tensor.sharding_plan import resolve_plan
 
-        given = {self.full_name(pattern): style for pattern, style in (plan or {}).items() if is_of_experts(style)}
+        given = {
+            self.full_name(pattern): "experts" if slices_experts(style) else style
+            for pattern, style in (plan or {}).items()
+            if is_of_experts(style) or slices_experts(style)
+        }
         names = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
         own = [name for name in names if any(matches(name, pattern) for pattern in self.expert_modules())]
         return resolve_plan(given or dict.fromkeys(own, "experts"), names)
@@ -183,6 +187,11 @@ class ModelAdapter:
 def is_of_experts(style: str | ParallelStyle) -> bool:
     """Whether a style shards experts over the expert axis, and not a module over the tensor axis."""
     return style == "experts" or getattr(style, "is_of_experts", False)
+
+
+def slices_experts(style: str | ParallelStyle | None) -> bool:
+    """Whether a style shards each expert over the tensor axis."""
+    return style == "expert_slices" or getattr(style, "slices_experts", False)
 
 
 class SequentialAdapter(ModelAdapter):

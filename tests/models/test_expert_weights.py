@@ -17,7 +17,11 @@ from paramp.parallel.huggingface.pretrained_weights import PretrainedFiles
 
 NUM_EXPERTS = 12
 """So many that their order as names is not that of their indices."""
-LAYOUTS = {"ep2": (2, {"expert": 2}), "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2})}
+LAYOUTS = {
+    "ep2": (2, {"expert": 2}),
+    "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
+    "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
+}
 CELLS = [(name, layout) for layout in LAYOUTS for name in FAMILIES]
 ONE_BY_ONE = [name for name in FAMILIES if name != "GPT-OSS"]
 """Of GPT-OSS stacks are stored, which are views of a file."""
@@ -54,7 +58,8 @@ def check_folder(world, name, layout):
         stacks = [value for key, value in expected.items() if "experts." in key and value.ndim == 3]
         place = context.coordinates
         first = place["ep"] * NUM_EXPERTS // 2 + place.get("efsdp", 0) * NUM_EXPERTS // 4
-        own = range(first, first + NUM_EXPERTS // world.size) if name in ONE_BY_ONE else ()
+        count = NUM_EXPERTS // parallel.get("data", {"shard": 2})["shard"]  # whole experts, also where ranks slice them
+        own = range(first, first + count) if name in ONE_BY_ONE else ()
         size = sum(value.nbytes for value in stacks) // NUM_EXPERTS
         assert dict(counts) == dict.fromkeys(own, size)
         engine.save_pretrained(folder / "again")

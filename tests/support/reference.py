@@ -226,10 +226,13 @@ def assert_losses_follow(actual, expected, precision, units=UNITS_LOSS):
     assert apart <= allowed, f"losses {apart:.2f} units apart, allowed {allowed}"
 
 
-def assert_follows(actual, expected, precision, **tolerance):
-    """``actual`` is within the tolerance of ``expected``, each as :func:`train_engine` returns it."""
+def assert_follows(actual, expected, precision, *, ways=None, **tolerance):
+    """``actual`` is within the tolerance of ``expected``, each as :func:`train_engine` returns it.
+
+    ``ways``: in place of :func:`allowed_units`.
+    """
     assert_losses_follow(actual[0], expected[0], precision, **tolerance)
-    way, allowed = units_apart(actual, expected, precision), allowed_units(precision)
+    way, allowed = units_apart(actual, expected, precision), ways or allowed_units(precision)
     assert way <= allowed, f"weights {way:.2f} units apart, allowed {allowed}"
     way, allowed = units_together(actual, expected, precision), allowed_together(precision)
     assert way <= allowed, f"all weights together {way:.2f} units apart, allowed {allowed}"

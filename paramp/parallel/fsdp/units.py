@@ -410,11 +410,14 @@ def _data_mesh(context: ParallelContext, *, of_experts: bool) -> Any:
 
 
 def _experts_placement(size: int, stack: nn.Parameter) -> Any:
-    """How ``size`` ranks shard a stack of experts: whole experts if they can be equal parts, else a part of each."""
+    """How ``size`` ranks shard a stack of experts: whole experts if they can be equal parts, else a part of each.
+
+    The dim is the first that divides, but for the last one of a matrix.
+    """
     from torch.distributed.tensor import Shard
 
-    shape = local(stack).shape
-    return Shard(1 if shape[0] % size and stack.ndim > 1 and not shape[1] % size else 0)
+    lengths = local(stack).shape[: max(2, stack.ndim - 1)]
+    return Shard(next((dim for dim, length in enumerate(lengths) if not length % size), 0))
 
 
 def _is_alone(block: nn.Module, parameters: Mapping[str, nn.Parameter]) -> bool:

@@ -6,7 +6,7 @@ Parameters are DTensors. The forward takes plain tensors and computes on this ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -150,7 +150,7 @@ def _summed_linear(
 
 
 def distribute(
-    module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, *, is_partial: bool = False
+    module: nn.Module, name: str, mesh: DeviceMesh, *placements: Placement, is_partial: bool = False
 ) -> None:
     """Make the parameter ``name`` of ``module``, equal on all ranks, a DTensor. Without the parameter, do nothing.
 
@@ -158,22 +158,25 @@ def distribute(
     """
     parameter: Any = module._parameters[name]
     if parameter is not None:
-        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        distributed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(distributed, parameter.requires_grad))
         vars(module).setdefault(LOCAL_SHARDS, {})[name] = is_partial
 
 
-def distribute_packed(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, parts: int) -> None:
+def distribute_packed(
+    module: nn.Module, name: str, mesh: DeviceMesh, dim: int, parts: int, before: Sequence[Placement] = ()
+) -> None:
     """Shard the parameter ``name`` of ``module`` over ``mesh`` along ``dim``, in which ``parts`` layers are fused.
 
     With more than one each rank has a shard of each of them: ``dim`` becomes two, of which the second is sharded.
+    ``before``: the placements on the other dims of ``mesh``, which precede.
     """
     parameter = module._parameters[name]
     if parameter is not None and parts > 1:
         unpacked = parameter.detach().unflatten(dim, (parts, -1))
         module.register_parameter(name, nn.Parameter(unpacked, parameter.requires_grad))
         dim += 1
-    distribute(module, name, mesh, Shard(dim))
+    distribute(module, name, mesh, *before, Shard(dim))
 
 
 class PackedColwise(ParallelStyle):

@@ -26,8 +26,9 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
 from ..shape_errors import PLAN_ENTRY
+from .expert_slices import ExpertSlices
 from .linear import Colwise, PackedColwise, Rowwise
-from .styles import STYLES, ExpertSlices, PartialGradient, sharded_dim
+from .styles import STYLES, PartialGradient, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
-from ...base.module_surgery import replace_forward, run_within, with_parameters
-from ...base.torch_internals import take
+from ...base.module_surgery import run_within, with_parameters
 from ...distributed.tensor_random import replicated_random, sharded_random
 from ..expert_axis import ExpertParallel
-from .differentiable_collectives import enter, gather, local_shard, own_slice, sum_over_ranks
+from .differentiable_collectives import gather, local_shard, own_slice
+from .expert_slices import ExpertSlices
 from .linear import (
     SEQUENCE,
     Colwise,
@@ -30,8 +29,6 @@ from .linear import (
     Rowwise,
     distribute,
 )
-
-tree_map = take("torch.utils._pytree.tree_map")
 
 
 class ShardedRandom(ParallelStyle):
@@ -95,52 +92,6 @@ def _partial_gradients(module: nn.Module) -> AbstractContextManager[None] | None
     own = module._parameters.items()
     shards = {name: local_shard(value, is_partial=True) for name, value in own if is_dtensor(value)}
     return with_parameters(module, shards) if shards else None  # a compiled block has local shards already
-
-
-EXPERTS = "gate_up_proj", "down_proj"
-
-
-class ExpertSlices(ParallelStyle):
-    """The fused experts of a Hugging Face layer: each rank has a slice of the features of every expert.
-
-    ``gate_up_proj`` (experts, 2 x features, hidden) is stored as a DTensor (experts, 2, features, hidden) that is
-    sharded over its dim 2; ``down_proj`` (experts, hidden, features) is sharded over its dim 2. The forward takes
-    activations and routing weights, whose gradients are partial on each rank.
-    """
-
-    def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that ``module`` has such weights, and that their features divide over ``size`` ranks."""
-        shapes = {own: tuple(value.shape) for own, value in module.named_parameters()}
-        up, down = (shapes.get(own, ()) for own in EXPERTS)
-        if len(shapes) != 2 or len(down) != 3 or up != (down[0], 2 * down[2], down[1]):
-            raise ConfigError(
-                f"plan: {name!r} has the parameters {shapes}, expected gate_up_proj (experts, 2 x features, hidden) "
-                "and down_proj (experts, hidden, features)"
-            )
-        if down[2] % size:
-            raise ConfigError(
-                f"plan: {name!r} has {down[2]} features, expected a multiple of parallel.tensor.size {size}"
-            )
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        up = module.get_parameter("gate_up_proj")
-        unpacked = nn.Parameter(up.detach().unflatten(1, (2, -1)), up.requires_grad)
-        module.register_parameter("gate_up_proj", unpacked)
-        for name in EXPERTS:
-            distribute(module, name, device_mesh, Shard(2))
-
-        group = device_mesh.get_group()
-
-        def enter_each(value: Any) -> Any:
-            return enter(value, group) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            args, kwargs = tree_map(enter_each, (args, kwargs))
-            up, down = (local_shard(cast(DTensor, module._parameters[name])) for name in EXPERTS)
-            with with_parameters(module, {"gate_up_proj": up.flatten(1, 2), "down_proj": down}):
-                return sum_over_ranks(type(module).forward(module, *args, **kwargs), group)
-
-        return replace_forward(module, forward)
 
 
 class ScatterSequence(ParallelStyle):
@@ -211,7 +162,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_random": ReplicatedRandom,
     # Stacked experts, each rank of the expert axis with a part of them.
     "experts": ExpertParallel,
-    # The same over the tensor axis: each rank with a slice of the features of every expert.
+    # Each rank of the tensor axis with a slice of the features of the experts that its rank of the expert axis has.
     "expert_slices": ExpertSlices,
     # A rowwise Linear whose input is replicated.
     "rowwise_scatter": lambda: Rowwise(input_layouts=Replicate()),
