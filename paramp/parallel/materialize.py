@@ -194,9 +194,9 @@ def _stored_values(
 def _kept(shard: torch.Tensor, tensor: torch.Tensor) -> Sequence[int]:
     """The indices along dim 0 of which this rank keeps values of ``tensor``, which is sharded as ``shard``."""
     indices = range(len(tensor) if tensor.ndim else 0)
-    if not is_dtensor(shard) or shard.shape != tensor.shape or not indices:
-        return indices
-    at = own_part(torch.arange(len(indices)).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape), shard)
+    if not is_dtensor(shard) or shard.shape[:1] != tensor.shape[:1] or not indices:
+        return indices  # a style may have split dim 0 in two
+    at = own_part(torch.arange(len(indices)).view(-1, *[1] * (shard.ndim - 1)).expand(shard.shape), shard)
     kept: list[int] = at.reshape(len(at), -1)[:, 0].tolist() if at.numel() else []
     return kept
 
