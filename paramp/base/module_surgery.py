@@ -216,6 +216,10 @@ ROUTERS = ("Router", "TopKGating", "MoEV1Gate")
 """Parts of the names of routers' classes; the last two are JetMoe's and HunYuan's."""
 
 
+SCORE_BIAS = "e_score_correction_bias"
+"""The name of such a bias in transformers' routers, or in the blocks around them."""
+
+
 def cast_parameters(
     module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, untrained: torch.dtype | None = None
 ) -> None:
@@ -252,12 +256,12 @@ def stored_dtype(
 ) -> torch.dtype:
     """The dtype in which ``tensor``, the parameter or buffer ``name`` of ``module``, is stored; ``dtype`` for most.
 
-    Integers keep their dtype. With ``keep_batchnorm_fp32``, batch norms are stored in fp32. A router's buffers are not
-    narrowed: biases that balance the experts change by less than half precision resolves.
+    Integers keep their dtype. With ``keep_batchnorm_fp32``, batch norms are stored in fp32. A router's buffers, and
+    :data:`SCORE_BIAS`, are not narrowed: biases that balance the experts change by less than half precision resolves.
     """
     if not tensor.is_floating_point() or _is_frequencies(module, name):
         return tensor.dtype
-    if not isinstance(tensor, nn.Parameter) and is_router(module):
+    if not isinstance(tensor, nn.Parameter) and (is_router(module) or name == SCORE_BIAS):
         return torch.promote_types(dtype, tensor.dtype)
     return torch.float32 if keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS) else dtype
 

@@ -88,6 +88,7 @@ def plan_model(
         float8 = choose_layers(model, config.precision.float8, dims, context.tensor_axis.size)
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
     stages = adapter.stages(config.parallel.pipeline, styles)
+    adapter.move_biases()
     check_stages(stages, context)
     if (axis := sequence_axis(context, numerics)) is not None:
         from ..parallel.context_axis.sharded_stages import shard_stages

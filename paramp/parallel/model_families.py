@@ -161,6 +161,9 @@ class ModelAdapter:
         """The module to run if there is only one stage."""
         return self.model
 
+    def move_biases(self) -> None:
+        """Let biases by which experts are chosen move after each step, if the model's configuration says so."""
+
     def sequence_inputs(self) -> SequenceInputs:
         """Which inputs the context axis cuts."""
         from .context_axis.sharded_stages import SequenceInputs
@@ -237,6 +240,11 @@ class HuggingFaceAdapter(ModelAdapter):
         from .huggingface.model_output import without_cache
 
         return without_cache(self.model)
+
+    def move_biases(self) -> None:
+        from .huggingface.score_biases import move_biases
+
+        move_biases(self.model)
 
     def sequence_inputs(self) -> SequenceInputs:
         from .huggingface.context_inputs import PretrainedInputs
@@ -315,6 +323,9 @@ class PeftAdapter(ModelAdapter):
 
     def single_stage(self) -> nn.Module:
         return self._lora.wrapped(self.model, self._inside.single_stage())
+
+    def move_biases(self) -> None:
+        self._inside.move_biases()
 
     def sequence_inputs(self) -> SequenceInputs:
         return self._inside.sequence_inputs()

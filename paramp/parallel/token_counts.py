@@ -152,10 +152,14 @@ class TokenCounts(StepCounts):
     @torch.no_grad()
     def end_step(self, skip: torch.Tensor) -> None:
         """Move the biases towards equal counts, unless ``skip``, 0-dim bool; forget the step."""
-        if self.bias is not None:
+        if (bias := self.moved()) is not None:
             missing = self.total.sum() - self.num_experts * self.total  # integers: a tie stays one
-            self.bias.add_(missing.sign() * ~skip, alpha=self.bias_rate)
+            bias.add_(missing.sign() * ~skip, alpha=self.bias_rate)
         self.restart()
+
+    def moved(self) -> torch.Tensor | None:
+        """The bias that steps move, (experts)."""
+        return self.bias
 
 
 class _Balance(torch.autograd.Function):

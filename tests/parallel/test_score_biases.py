@@ -1,0 +1,151 @@
+"""Biases of scores in transformers' mixtures: moved by each token of a step once, by hand; not by a skipped step."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from mixtures import batch, build
+from pool import on_ranks
+from small_engines import engine_of, own_part, save
+
+import paramp
+from paramp.base.module_surgery import SCORE_BIAS as BIAS
+from paramp.parallel.token_counts import token_counts
+
+RATE = 0.25
+"""A power of two, so that sums of it are exact."""
+LAYER = "model.layers.1.mlp.gate"
+
+
+def biased(rate=RATE):
+    model = build("DeepSeek-V3", num_experts=4)
+    model.config.bias_rate = rate
+    model.get_submodule(LAYER).e_score_correction_bias.copy_(torch.tensor([0.0, 0.5, -0.5, 0.25]))
+    return model
+
+
+def inputs(tokens):
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def counts_of(state, tokens, name=LAYER, model=None):
+    """How many of the tokens choose each expert, by a plain model with the weights ``state``."""
+    model, found = (biased(0.0) if model is None else model).eval(), []
+    model.load_state_dict(state)
+    model.get_submodule(name).register_forward_hook(lambda _, args, output: found.append(output[2].flatten()))
+    with torch.no_grad():
+        model(input_ids=tokens)
+    return torch.bincount(torch.cat(found), minlength=4)
+
+
+def moved(bias, counts):
+    return (bias + RATE * (counts.double().mean() - counts).sign()).tolist()
+
+
+def check_step(num_calls=1, **config):
+    """One step moves the bias by the tokens of all calls on all ranks, each once."""
+    tokens, frozen = batch(8), functools.partial(torch.optim.SGD, lr=0.0)
+    with paramp.launch_from_torch({"gradient_accumulation": num_calls, **config}) as context:
+        engine = engine_of(biased(), None, frozen)
+        before = engine.full_state_dict()
+        for part in own_part(context, tokens)[0].chunk(num_calls):
+            engine.forward_backward(inputs(part))
+            engine.evaluate(inputs(part))
+            totals = [one.total.tolist() for one in token_counts(engine.module)]
+            engine.step()
+        after = engine.full_state_dict()
+    counts = counts_of(before, tokens)
+    assert counts.sum() == tokens.numel() * 2
+    assert totals in ([], [counts.tolist()])  # none on the first stage
+    assert len(set(counts.tolist())) > 2
+    assert after[f"{LAYER}.{BIAS}"].tolist() == moved(before[f"{LAYER}.{BIAS}"], counts)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_step_moves_biases_by_each_token_once(checkpointing):
+    check_step(2, activation_checkpointing=checkpointing)
+
+
+@on_ranks(2)
+def test_the_tokens_of_all_ranks_count(world):
+    for layout in ({"expert": 2}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}):
+        check_step(2 if "data" in layout else 1, parallel=layout, activation_checkpointing="full")
+
+
+def test_a_skipped_step_and_one_without_a_rate_move_nothing(tmp_path):
+    first, second = batch(16).split(8)
+    precision = {"mode": "16-mixed", "init_scale": 2.0**4}
+    with paramp.launch_from_torch({"precision": precision}):
+        engine = engine_of(biased(), None)
+        before = engine.full_state_dict()[f"{LAYER}.{BIAS}"]
+        engine.forward_backward(inputs(first))
+        next(engine.parameters()).grad[0] = torch.inf
+        assert engine.step().overflow
+        assert torch.equal(engine.full_state_dict()[f"{LAYER}.{BIAS}"], before)
+        state = engine.full_state_dict()
+        engine.forward_backward(inputs(second))
+        assert engine.step().stepped
+        bias = engine.full_state_dict()[f"{LAYER}.{BIAS}"]
+        assert not torch.equal(bias, before)
+        assert bias.tolist() == moved(before, counts_of(state, second))
+        save(engine, tmp_path / "saved")
+        again = engine_of(biased(0.0), None)
+        assert torch.equal(again.full_state_dict()[f"{LAYER}.{BIAS}"], before)
+        again.load(tmp_path / "saved")
+        again.forward_backward(inputs(first))
+        again.step()
+        assert torch.equal(again.full_state_dict()[f"{LAYER}.{BIAS}"], bias)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+SIZES |= {"num_key_value_heads": 4, "num_experts_per_tok": 2, "pad_token_id": 0, "moe_intermediate_size": 16}
+DEEP = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+OTHERS = {
+    "Glm4MoeForCausalLM": ("glm4_moe", DEEP, LAYER),
+    "Dots1ForCausalLM": ("dots1", DEEP, LAYER),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", {"num_local_experts": 4}, "model.layers.1.mlp"),
+}
+
+
+def other(kind, **options):
+    """A model of another class, from the same random numbers on every call."""
+    torch.manual_seed(5)
+    folder, sizes, _ = OTHERS.get(kind, ("ernie4_5_moe", {}, ""))
+    found = getattr(importlib.import_module(f"transformers.models.{folder}"), kind)
+    return found(found.config_class(**SIZES, intermediate_size=32, **sizes, **options)).train()
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models_with_such_a_bias_have_it_too(kind):
+    """MiniMax-M2 has it beside its router, and in half-precision weights it is not rounded."""
+    tokens, owner = batch(8), OTHERS[kind][2]
+    with paramp.launch_from_torch({"precision": "bf16-naive"}):
+        model = other(kind, bias_rate=RATE)
+        model.get_submodule(owner).e_score_correction_bias.copy_(torch.tensor([0.001, 0.0, 1.001, 0.0]))
+        engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=0.0))
+        engine.forward_backward(inputs(tokens))
+        counts = engine.module.get_submodule(owner).token_counts.total.clone()
+        before, bias = (
+            torch.tensor([0.001, 0.0, 1.001, 0.0]),
+            engine.module.get_submodule(owner).e_score_correction_bias,
+        )
+        assert counts.sum() == tokens.numel() * 2
+        engine.step()
+        assert bias.tolist() == (before + RATE * (counts.double().mean() - counts).sign().float()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "words"),
+    [
+        ("Ernie4_5_MoeForCausalLM", RATE, "e_score_correction_bias as a parameter, expected a buffer"),
+        ("Dots1ForCausalLM", -1.0, "got -1.0, expected a rate of 0 or more"),
+        ("Mixtral", RATE, "expected none, because MixtralForCausalLM has no e_score_correction_bias"),
+    ],
+)
+def test_a_rate_that_would_do_nothing_is_an_error(kind, rate, words):
+    with paramp.launch_from_torch():
+        model = build("Mixtral") if kind == "Mixtral" else other(kind)
+        model.config.bias_rate = rate
+        with pytest.raises(paramp.ConfigError, match=words):
+            engine_of(model, None)
