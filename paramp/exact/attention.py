@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,11 +31,13 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention``, one call for each key/value head, with the query heads that attend to it.
 
     Args:
         query: (samples, heads, queries, features); without the dim of heads there is one.
+        softcap: the bound ``c`` of scores, which become ``c * tanh(score / c)``, as in Gemma 2 (arXiv 2408.00118).
 
     Raises:
         ConfigError: another number of dims.
@@ -43,7 +45,7 @@ def attention(
     if query.ndim == 3:
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
-        return attention(noise, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+        return attention(noise, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, softcap).squeeze(1)
     if query.ndim != 4:
         raise ConfigError(
             f"reproducible: scaled_dot_product_attention got a query of the shape {(*query.shape,)}, expected 4 dims, "
@@ -54,13 +56,14 @@ def attention(
         key, value = (expanded(one, (one.shape[0], heads, *one.shape[2:])) for one in (key, value))
     groups = key.shape[1]
     masks = _split_mask(attn_mask, heads, groups)
-    if dropout_p:
-        dropped = noise(torch.Size([*query.shape[:3], key.shape[2]]), dropout_p, computing(query))
-        call: Callable[..., torch.Tensor] = partial(_with_noise, is_causal=is_causal, scale=scale)
-        parts = zip(*(_split(one, groups) for one in (query, key, value)), masks, _split(dropped, groups), strict=True)
+    each: list[Sequence[torch.Tensor | None]] = [*(_split(one, groups) for one in (query, key, value)), masks]
+    if dropout_p or softcap is not None:
+        call: Callable[..., torch.Tensor] = partial(_by_steps, is_causal=is_causal, scale=scale, softcap=softcap)
+        shape = torch.Size([*query.shape[:3], key.shape[2]])
+        each.append(_split(noise(shape, dropout_p, computing(query)), groups) if dropout_p else [None] * groups)
     else:
         call = partial(F.scaled_dot_product_attention, is_causal=is_causal, scale=scale, enable_gqa=heads > groups)
-        parts = zip(*(_split(one, groups) for one in (query, key, value)), masks, strict=True)
+    parts = zip(*each, strict=True)
     return torch.cat([with_contiguous_gradient(call(*part)) for part in parts], 1)
 
 
@@ -69,28 +72,31 @@ def _split(heads: torch.Tensor, groups: int) -> list[torch.Tensor]:
     return [part.clone(memory_format=torch.contiguous_format) for part in heads.chunk(groups, 1)]
 
 
-def _split_mask(mask: torch.Tensor | None, heads: int, groups: int) -> list[torch.Tensor | None]:
+def _split_mask(mask: torch.Tensor | None, heads: int, groups: int) -> Sequence[torch.Tensor | None]:
     if mask is None or mask.ndim < 3 or mask.shape[-3] != heads or heads == 1:
         return [mask] * groups
     return [part.clone(memory_format=torch.contiguous_format) for part in mask.chunk(groups, -3)]
 
 
-def _with_noise(
+def _by_steps(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    noise: torch.Tensor,
+    noise: torch.Tensor | None,
     is_causal: bool,
     scale: float | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """Attention whose weights are multiplied with ``noise``; as torch's own with ``dropout_p``, in fp32 or wider."""
+    """Attention whose scores have a soft cap, and whose weights are multiplied with ``noise``, in fp32 or wider."""
     query, key, value = computing(query), computing(key), computing(value)
     mask = computing(mask) if mask is not None and mask.is_floating_point() else mask
     dtype = query.dtype
     with torch.autocast(query.device.type, enabled=False):
         query, key, value = _wide(query), _wide(key), _wide(value)
         scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
         if is_causal:
             if mask is not None:
                 raise ValueError("scaled_dot_product_attention: got both attn_mask and is_causal=True, expected one")
@@ -98,7 +104,8 @@ def _with_noise(
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + _wide(mask)
         weights = torch._safe_softmax(scores, -1)  # rows without a key: 0
-        return (weights * _wide(noise) @ value).to(dtype)
+        weights = weights if noise is None else weights * _wide(noise)
+        return (weights @ value).to(dtype)
 
 
 def computing(tensor: torch.Tensor) -> torch.Tensor:

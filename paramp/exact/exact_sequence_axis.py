@@ -123,14 +123,13 @@ class ExactSequenceAxis(SequenceAxis):
         """Attention over the whole sequence, as in the base class.
 
         Raises:
-            ConfigError: with a soft cap or sinks.
+            ConfigError: with sinks.
         """
-        for name in ("softcap", "sinks"):
-            if options.get(name) is not None:
-                raise ConfigError(
-                    f"reproducible.sequence_slices: attention in {self._forwards.module} has {name}, expected none; "
-                    "set it to 1"
-                )
+        if options.get("sinks") is not None:
+            raise ConfigError(
+                f"reproducible.sequence_slices: attention in {self._forwards.module} has sinks, expected none; set it "
+                "to 1"
+            )
         with unwatched():
             return self._attend(query, key, value, **options)
 
@@ -145,7 +144,7 @@ class ExactSequenceAxis(SequenceAxis):
         window: int | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
-        softcap: None = None,
+        softcap: float | None = None,
         sinks: None = None,
     ) -> torch.Tensor:
         count, own = self._sizes.local_sequence_slices, query.shape[2]
@@ -172,6 +171,7 @@ class ExactSequenceAxis(SequenceAxis):
                     dropout_p=dropout,
                     scale=scale,
                     enable_gqa=True,
+                    softcap=softcap,
                 )
             )
         return torch.cat(outputs, 2)

@@ -239,6 +239,13 @@ class Task:
 LLAMA = partial(
     pretrained.build, "Llama", num_attention_heads=8, num_key_value_heads=4
 )  # four tensor ranks divide both
+GEMMA2 = partial(
+    pretrained.build,
+    "Gemma2",
+    attn_logit_softcapping=0.5,
+    final_logit_softcapping=None,  # a function of logits, which tensor ranks have shards of
+    attn_implementation="eager",
+)
 GPT2_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
 SMALL = partial(gpt, num_layers=2, width=32)
 SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
@@ -256,6 +263,7 @@ LONG = {
     "llama, padded": Task(LLAMA, padded, None, calls=1),
     "llama, packed": Task(LLAMA, packed, None, calls=1),
     "llama, documents": Task(LLAMA, limited, None, calls=1),
+    "gemma2, padded": Task(GEMMA2, padded, None, calls=1, plan={}),
     "own, called twice": Task(partial(own, "called twice"), plan=OWN_PLAN, calls=1),
 }
 """Those whose sequences are cut; each is also of whole ones in slices."""
