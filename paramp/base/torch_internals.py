@@ -273,6 +273,9 @@ INVENTORY = (
     Private("lightning.pytorch.plugins.precision.precision.Precision", "_after_closure", "a step of the Trainer"),
     Private("lightning.fabric.plugins.environments.mpi.MPIEnvironment", "detect", "patched: machines without MPI"),
     Private("torchtitan.trainer.Trainer.Config", "_owner", "the trainer of a configuration"),
+    Private("torchtitan.trainer", "prepare_context_parallel_input", "patched: cutting batches"),
+    Private("torchtitan.components.validate", "prepare_context_parallel_input", "patched: cutting batches"),
+    Private("torchtitan.models.llama3.parallelize", "apply_cp_to_forward", "patched: attention of other families too"),
     Private("torchtitan.distributed.utils", "clip_grad_norm_", "patched in a step: unscaling and clipping"),
     Private("torchtitan.components.optimizer.OptimizersContainer", "step", "patched in a step: skipping it"),
     Private(

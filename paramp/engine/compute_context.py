@@ -122,7 +122,7 @@ def sequence_axis(context: ParallelContext, numerics: Numerics) -> SequenceAxis 
     if axis is None and context.cp.size > 1:
         from ..parallel.context_axis.sequence_axis import SequenceAxis
 
-        axis = SequenceAxis(context)
+        axis = SequenceAxis(context.cp, context.device, context.config.parallel.context.method)
     return axis
 
 

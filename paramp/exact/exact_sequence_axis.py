@@ -41,7 +41,7 @@ class ExactSequenceAxis(SequenceAxis):
 
     def __init__(self, context: ParallelContext, forwards: Forwards, inside: Callable[[], Any]) -> None:
         """``inside``: makes the context in which the exact mode computes."""
-        super().__init__(context)
+        super().__init__(context.cp, context.device, context.config.parallel.context.method)
         self._forwards, self._inside, self._sizes = forwards, inside, forwards.layout
         self.multiple, self.origin = self._sizes.sequences.count, "reproducible.sequence_slices"
         self.num_averaged = 1  # gradients are summed over the axis

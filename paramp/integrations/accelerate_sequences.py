@@ -41,10 +41,9 @@ def begin_sequences(accelerator: Any, precision: str) -> None:
         )
     for loader in accelerator._dataloaders:
         _check_loader(loader)
+    context = ParallelContext.from_mesh(accelerator.torch_device_mesh, {"precision": precision})
     method = METHODS[accelerator.parallelism_config.cp_handler.cp_comm_strategy]
-    config = {"precision": precision, "parallel": {"context": {"method": method}}}
-    accelerator._context = ParallelContext.from_mesh(accelerator.torch_device_mesh, config)
-    accelerator._sequences = AddedAxis(accelerator._context)
+    accelerator._context, accelerator._sequences = context, AddedAxis(context.cp, context.device, method)
 
 
 class CutSequences:

@@ -1,6 +1,6 @@
 """torchtitan in fp16: ``paramp.integrations.torchtitan.adopt(config)`` of a configuration of torchtitan's ``Trainer``.
 
-torchtitan trains in bf16 or fp32 and has no loss scaling. :class:`ParampTrainer` is its ``Trainer`` with four changes,
+torchtitan trains in bf16 or fp32 and has no loss scaling. :class:`ParampTrainer` is its ``Trainer`` with five changes,
 each in what torchtitan itself calls:
 
 - ``fully_shard`` computes in the configured precision (torchtitan installs its policy in every layout).
@@ -8,6 +8,7 @@ each in what torchtitan itself calls:
   chunked loss, whose backward runs inside its forward, and for pipelines, which call the loss themselves.
 - A step unscales, agrees over the world whether a gradient overflowed, clips by the norm of the whole model, and steps
   the optimizers and the schedule on every rank or on none.
+- ``context_parallel_degree`` cuts sequences by paramp's axis (:mod:`.torchtitan_sequences`).
 - Checkpoints hold the scaler's state under ``loss_scaler``; the metrics hold the scale and the number of skipped steps.
 
 torchtitan is imported by :func:`adopt`, not with this module.
@@ -21,7 +22,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,7 @@ from ..distributed.context import ParallelContext
 from ..scaling.grad_norm import clip_grad_norm_
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
+from . import torchtitan_sequences as sequences
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 
@@ -79,7 +81,8 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
     Raises:
         ConfigError: torchtitan is not installed or lacks a name that is used here, ``config`` is of something else, or
             ``precision`` does not fit it: with ``float16`` the weights are not fp32, or a module, such as torchtitan's
-            routed experts, computes in bf16 whatever the precision; or sequences are cut over ranks.
+            routed experts, computes in bf16 whatever the precision; or ``context_parallel_degree`` is over 1 and
+            something else does not fit that.
     """
     for path in IN_PACKAGE:
         _torchtitan(path)
@@ -105,7 +108,9 @@ class ParampTrainer:
         _check_config(config.precision, config)
         config.training = replace(config.training, mixed_precision_param=config.precision)
         config.loss = _with_scaled_gradient(config.loss)
-        super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
+        cuts = config.parallelism.context_parallel_degree > 1
+        with sequences.building(config) if cuts else nullcontext():
+            super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
         trainer: Any = self
         _check_names(trainer, IN_TRAINER, "Trainer")
         scaling = config.loss_scaling if config.precision == "float16" else LossScaling.static(1.0)
@@ -116,6 +121,7 @@ class ParampTrainer:
         mesh = trainer.parallel_dims.get_optional_mesh(list(names), include_singleton_axes=True)
         self.context = ParallelContext.from_mesh(mesh)
         self.num_skipped = 0
+        self._cut = sequences.CutBatches(trainer) if cuts else None
         if config.checkpoint.enable:
             _check_names(trainer.checkpointer, ("states",), "Trainer.checkpointer")
             trainer.checkpointer.states["loss_scaler"] = self.scaler
@@ -132,6 +138,8 @@ class ParampTrainer:
                 (trainer.metrics_processor, "log", self._log),
             ):
                 stack.enter_context(_replaced(owner, name, function))
+            if self._cut is not None:
+                stack.enter_context(self._cut.running())
             super().train_step(data_iterator)  # type: ignore[misc]  # torchtitan's
 
     def _clip(self, _: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -260,12 +268,8 @@ def _check_config(precision: str, config: Any) -> None:
     """Raise a ConfigError unless ``config`` has what is used here, and all of it computes in ``precision``."""
     require(precision in get_args(Dtype), "precision", precision, f"one of {', '.join(get_args(Dtype))}")
     _check_names(config, IN_CONFIG, "Trainer.Config")
-    require(
-        (degree := config.parallelism.context_parallel_degree) == 1,
-        "parallelism.context_parallel_degree",
-        degree,
-        "1, because the sums over the ranks of a sequence are torchtitan's; or paramp.initialize with parallel.context",
-    )
+    if config.parallelism.context_parallel_degree > 1:
+        sequences.check_config(config)
     if precision != "float16":
         return
     if config.training.dtype != "float32":

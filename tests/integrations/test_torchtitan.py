@@ -13,7 +13,7 @@ import titan
 import torch
 from families import cases, family
 from pool import run_on_ranks, shared_folder
-from trainer_runs import difference_of, spoil
+from trainer_runs import difference_of, run_code, spoil
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -54,25 +54,26 @@ def plant(trainer, here):
 
 
 EVERYTHING = [(layout, chunked) for layout in titan.LAYOUTS for chunked in (True, False)]
-PART = [("dp_shard", True), ("tp", False)]
+PART = [("dp_shard", True), ("tp", False), ("dp_shard·cp", True)]
 
 
 @family
 @pytest.mark.parametrize(("layout", "chunked"), cases("torchtitan", EVERYTHING, PART, 2))
 def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, chunked):
-    run_on_ranks(2, __name__, "against_stock", {"layout": layout, "chunked": chunked})
+    run_on_ranks(titan.ranks_of(layout), __name__, "against_stock", {"layout": layout, "chunked": chunked})
 
 
 def against_stock(world, layout, chunked):
     options = {"chunked": chunked, **titan.LAYOUTS[layout]}
-    stock = titan.tiny_config(**options)
+    stock = titan.tiny_config(chunked=chunked, **titan.WHOLE.get(layout, titan.LAYOUTS[layout]))
     stock.training.mixed_precision_param = "float32"
-    expected = titan.train(titan.build(stock), 3)
+    expected = losses_and_norms(titan.train(titan.fill(titan.build(stock)), 3))
     # torch's own norm, in fp32 on a CPU, is off by 2e-4
     for precision, tolerance in (("float32", 5e-4), ("float16", 5e-3)):
-        trainer = titan.build(adopted(precision, **options))
+        trainer = titan.fill(titan.build(adopted(precision, **options)))
         logged = titan.train(trainer, 3)
-        torch.testing.assert_close(losses_and_norms(logged), losses_and_norms(expected), rtol=tolerance, atol=tolerance)
+        found = [(max(loss, -1.0), norm) for loss, norm in losses_and_norms(logged)]  # -1 on each rank of a first stage
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert logged[-1]["loss_scale"] == (1.0 if precision == "float32" else 2.0**12)
         assert logged[-1]["skipped_steps"] == 0
         assert trainer.model_parts[0]._get_fsdp_state()._mp_policy.param_dtype is getattr(torch, precision)
@@ -81,7 +82,7 @@ def against_stock(world, layout, chunked):
 
 # One case with full DTensors: torchtitan makes only one trainer in a process over the same mesh of them.
 OVERFLOWS = [
-    *((layout, "partial_dtensor", "float16") for layout in titan.LAYOUTS),
+    *((layout, "partial_dtensor", "float16") for layout in titan.LAYOUTS if "·" not in layout),
     ("tp", "full_dtensor", "float16"),
     *(("dp_shard", "partial_dtensor", precision) for precision in ("bfloat16", "float32")),
 ]
@@ -174,12 +175,57 @@ def test_what_does_not_fit_is_refused(torchtitan):
     for other in (config.training, adopt(config)):
         with pytest.raises(ConfigError, match=r"expected a Trainer\.Config of torchtitan's"):
             adopt(other)
-    config.parallelism.context_parallel_degree = 2
-    with pytest.raises(ConfigError, match=r"context_parallel_degree: got 2, expected 1.*parallel\.context"):
-        adopt(config)
-    config.parallelism.context_parallel_degree = 1
     config.training.dtype = "bfloat16"
     with pytest.raises(ConfigError, match=r"training\.dtype: got 'bfloat16' with precision 'float16'"):
+        adopt(config)
+
+
+VALIDATIONS = ["cp", "dp_shard·cp"]
+
+
+@family
+@pytest.mark.parametrize("layout", cases("torchtitan validation", VALIDATIONS, VALIDATIONS[:1], 1))
+def test_validation_cuts_sequences_too(torchtitan, layout):
+    run_on_ranks(titan.ranks_of(layout), __name__, "validated", {"layout": layout})
+
+
+def validated(world, layout):
+    found = []
+    for options in (titan.LAYOUTS[layout], titan.WHOLE[layout]):
+        config = titan.tiny_config(**options)
+        config.validator.enable, config.validator.steps, config.validator.dataloader = True, 2, config.dataloader
+        trainer = titan.fill(titan.build(adopt(config, precision="float32")))
+        trainer.metrics_processor.log_validation = lambda loss, step: found.append(loss)
+        trainer.validator.validate(trainer.model_parts, 1)
+        trainer.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def flex_attention_is_refused(world):
+    config = titan.tiny_config(context_parallel_degree=2)
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    for _, _, owner, name in list(config.model_spec.model.traverse(ScaledDotProductAttention.Config)):
+        setattr(owner, name, FlexAttention.Config())
+    with pytest.raises(ConfigError, match=r"got a model with FlexAttention, expected ScaledDotProductAttention"):
+        titan.build(adopt(config))
+
+
+def test_what_cannot_cut_sequences_is_refused(torchtitan):
+    run_on_ranks(2, __name__, "flex_attention_is_refused", {})
+    for part, name, value, message in (
+        ("parallelism", "spmd_backend", "spmd_types", "got 'spmd_types', expected 'partial_dtensor'"),
+        ("parallelism", "context_parallel_load_balancer", None, "got None, expected 'headtail'"),
+        ("compile", "enable", True, "got True, expected False"),
+        ("training", "disable_cuda_graphs", False, "got False, expected True"),
+    ):
+        config = titan.tiny_config(context_parallel_degree=2)
+        setattr(getattr(config, part), name, value)
+        with pytest.raises(ConfigError, match=rf"{part}\.{name}: {message}"):
+            adopt(config)
+    config = titan.tiny_config(context_parallel_degree=2)
+    config.model_spec.parallelize_fn = adopt  # of a module that has no context parallelism
+    with pytest.raises(ConfigError, match=r"torchtitan\.adopt has no context parallelism; expected 1"):
         adopt(config)
 
 
@@ -240,6 +286,12 @@ def test_the_diff_of_the_page_runs(torchtitan):
         names = {}
         exec(compile(source, "docs/from-torchtitan.md", "exec"), names)
         assert type(names["llama3_fp16"]())._owner.__name__ == name
+
+
+def test_the_long_sequences_of_the_page_are_adopted(torchtitan):
+    titan.prepare("cpu")
+    config = run_code("from-torchtitan.md", "def llama3_of_long_sequences")["llama3_of_long_sequences"]()
+    assert (config.parallelism.context_parallel_degree, config.precision) == (2, "float16")
 
 
 def test_a_trainer_derived_from_torchtitans_stays_one(torchtitan):

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import types
 import warnings
+import zlib
 from dataclasses import dataclass
 from typing import get_args, get_type_hints
 
@@ -22,13 +23,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import distribute_tensor
 
 LAYOUTS = {
     "dp_shard": {"data_parallel_shard_degree": 2},
     "dp_replicate": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
     "tp": {"tensor_parallel_degree": 2},
     "pp": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+    "cp": {"context_parallel_degree": 2},
+    "dp_shard·cp": {"context_parallel_degree": 2, "data_parallel_shard_degree": 2},
+    "tp·cp": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "pp·cp": {"context_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
 }
+WHOLE = {
+    "cp": LAYOUTS["tp"],
+    "dp_shard·cp": {**LAYOUTS["dp_shard"], **LAYOUTS["tp"]},
+    "tp·cp": {"tensor_parallel_degree": 4},
+    "pp·cp": {**LAYOUTS["pp"], **LAYOUTS["tp"]},
+}
+"""The layouts with the same batches in place of those that cut sequences, which torchtitan does not have on CPUs."""
+
+
+def ranks_of(layout):
+    """How many ranks the ``layout`` has."""
+    return 4 if "·" in layout else 2
 
 
 def needs_torchtitan():
@@ -134,6 +152,17 @@ def build(config):
     return trainer
 
 
+def fill(trainer):
+    """Give the weights values that do not depend on the layout; ``trainer`` again."""
+    for part in trainer.model_parts:
+        for name, weight in part.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            value = 0.02 * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1)
+            with torch.no_grad():
+                weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None))
+    return trainer
+
+
 def resume(trainer):
     """Load the newest checkpoint, as ``trainer.train()`` does first."""
     with warnings.catch_warnings():
@@ -176,7 +205,7 @@ def components():
     class Tokens(BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            pass
+            infinite: bool = True  # for torchtitan's validation
 
         def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **_):
             self.shape, self.place, self.count = (local_batch_size, seq_len + 1), dp_rank, 0

@@ -22,7 +22,7 @@ from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ...base.trees import leaves, map_tensors
 from ...base.uncompiled import uncompiled
-from ...distributed.context import Axis, ParallelContext
+from ...distributed.context import Axis
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
 from .context_attention import attention, default_method
@@ -60,11 +60,10 @@ class SequenceAxis:
             of them computes.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
-        axis = context.cp
+    def __init__(self, axis: Axis, device: torch.device, method: str) -> None:
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
-        self.device, self.num_averaged = context.device, axis.size
-        self._method = context.config.parallel.context.method
+        self.device, self.num_averaged = device, axis.size
+        self._method = method
         self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
         self.multiple, self.origin = 2 * axis.size, f"twice parallel.context {axis.size}"
         self._documents: tuple[ReferenceType[torch.Tensor], Documents] | None = None
@@ -133,7 +132,7 @@ class SequenceAxis:
             seed = torch.randint(2**62, (), device=query.device)
             dist.broadcast(seed, group=self._group, group_src=0)
             options["dropout_seed"] = int(seed)
-        layout, method = self.layout(query.shape[2]), str(self._method)
+        layout, method = self.layout(query.shape[2]), self._method
         if method == "auto":
             method = default_method(query.shape[1], key.shape[1], layout)
         if (documents := options.pop("documents")) is not None:
