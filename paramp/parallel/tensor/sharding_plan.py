@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 from torch.nn.utils import parametrize
 
@@ -126,7 +125,7 @@ def _check_packed_hooks(name: str, layer: nn.Module) -> None:
 
 
 def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Apply each of ``styles`` to the submodule of its name, over ``mesh``, the tensor axis. Tied weights stay tied.
+    """Apply each of ``styles`` to the submodule of its name, over ``mesh``, their axes. Tied weights stay tied.
 
     Parameters keep their attributes and hooks. A tensor hook gets the full gradient, as without a plan; a hook that
     runs after the accumulation gets the parameter, a DTensor.
@@ -143,7 +142,8 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 done.add(id(submodule))
                 try:
                     _replicate_buffers(submodule, styles[name], mesh, replicated)
-                    parallelize_module(submodule, mesh, styles[name], src_data_rank=None)  # equal on all ranks
+                    styles[name].src_data_rank = None  # equal on all ranks
+                    styles[name]._apply(submodule, mesh)  # parallelize_module of some versions refuses two axes
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
                 setattr(
