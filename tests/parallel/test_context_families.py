@@ -32,6 +32,8 @@ MLA |= {"num_key_value_heads": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1}
 ROUTED |= {"topk_group": 1}
+WHISPER = {"vocab_size": 100, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+WHISPER |= {"max_target_positions": 64, **TOKENS}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 FAMILIES = {
@@ -94,6 +96,7 @@ FAMILIES = {
     "SmolLM3": ("smollm3", "SmolLM3ForCausalLM", {**SIZES, "no_rope_layers": [1, 0]}),
     "StableLM": ("stablelm", "StableLmForCausalLM", SIZES),
     "StarCoder2": ("starcoder2", "Starcoder2ForCausalLM", {**SIZES, "sliding_window": WINDOW}),
+    "Whisper decoder": ("whisper", "WhisperForCausalLM", WHISPER),  # whose own loss shifts no labels
 }
 """The module in transformers, the class, the options of its configuration; as in docs/models.md."""
 KINDS = ("padded", "packed")
@@ -102,7 +105,7 @@ NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "OPT"})
 RIGHT = frozenset({"Gemma2", "OPT"})
 """Those whose padding is on the right: what sees nothing is NaN in fp64, or positions are counted without it."""
 EVERYTHING = [(name, kind) for name in FAMILIES for kind in KINDS if kind == "padded" or name not in NOT_PACKED]
-PART = [("Gemma3", "packed"), ("OPT", "padded")]
+PART = [("Gemma3", "packed"), ("OPT", "padded"), ("Whisper decoder", "padded")]
 NO_ATTENTION = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
 NEXT = {**NO_ATTENTION, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 NEXT |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}

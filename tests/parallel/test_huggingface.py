@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import paramp
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import pretrained
 
@@ -221,6 +221,42 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
         assert engine.evaluate(batch).item() == pytest.approx(shown.loss.item(), abs=1e-5)
         engine.eval()
         torch.testing.assert_close(engine(batch).logits, shown.logits.detach(), atol=2e-5, rtol=1e-5)
+
+
+def choosing():
+    """A model that chooses one of two texts; its loss is a mean over samples."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=128, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
+    return transformers.BertForMultipleChoice(config)
+
+
+def unshifted():
+    """A decoder whose own loss is the mean over all labels, the first ones too."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 64, "decoder_attention_heads": 4, "dropout": 0}
+    return transformers.BartForCausalLM(transformers.BartConfig(vocab_size=128, **sizes))
+
+
+OWN_LOSSES = {
+    "choosing": (choosing, lambda x: {"input_ids": x.unflatten(1, (2, 3)), "labels": x[:, 0] % 2}),
+    "unshifted": (unshifted, lambda x: {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > x[:, :1] % 5, -100)}),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_LOSSES)
+def test_a_loss_that_shifts_no_labels_counts_the_first_ones(kind):
+    """Of microbatches of one sample, which have different numbers of labels, or one each."""
+    make, batch_of = OWN_LOSSES[kind]
+    batch = batch_of(torch.randint(2, 120, (4, 6), generator=torch.Generator().manual_seed(1)))
+    model = make()
+    expected = model(**batch).loss
+    expected.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 1, "microbatches": 4}}}):
+        engine = engine_of(make(), None, adamw)
+        assert float(engine.forward_backward(batch)) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert engine.step().grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("through_criterion", [False, True])

@@ -21,7 +21,7 @@ from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
-from .model_output import IGNORED, call_options, counting
+from .model_output import IGNORED, call_options, calls_causal_loss, counting, shifts_labels
 from .router_loss import ROUTERS
 
 NAME = "paramp_context"
@@ -42,8 +42,8 @@ class PretrainedInputs(SequenceInputs):
         self._model: Any = model
         self._is_chain = is_chain
         self._parameters = inspect.signature(type(model).forward).parameters
-        function = getattr(getattr(model, "loss_function", None), "__name__", "")
-        self._shifts = function == "ForCausalLMLoss"
+        self._shifts = calls_causal_loss(model)
+        self._shifts_itself = shifts_labels(model) and not self._shifts
 
     def check(self, model: nn.Module, num_stages: int) -> None:
         from transformers import AttentionInterface
@@ -138,6 +138,12 @@ class PretrainedInputs(SequenceInputs):
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
         if "labels" in kwargs:
             labels = kwargs["labels"]
+            if self._shifts_itself:
+                raise ConfigError(
+                    f"inputs['labels']: {type(self._model).__name__} shifts them in its forward, expected a model with "
+                    "transformers' loss, whose labels are shifted before they are cut; give a criterion, or set "
+                    "parallel.context.size to 1"
+                )
             if self._shifts:
                 labels = kwargs.get("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
                 found["shift_labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)

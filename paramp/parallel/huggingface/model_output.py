@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -53,6 +54,26 @@ def call_options(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
 
 
+def calls_causal_loss(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` calls transformers' loss of causal models, which shifts labels.
+
+    The name of the function alone does not tell: it is the default of models that compute a loss of their own.
+    """
+    function = getattr(getattr(model, "loss_function", None), "__name__", "")
+    return function == "ForCausalLMLoss" and any("loss_function" in code.co_names for code in _forwards(model))
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss of ``model`` shifts labels, by transformers' loss of causal models or in its own forward."""
+    return calls_causal_loss(model) or any("shift_labels" in code.co_varnames for code in _forwards(model))
+
+
+def _forwards(model: nn.Module) -> list[CodeType]:
+    """The code of the forwards of its class and those that it inherits from, behind their decorators."""
+    found = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return [function.__code__ for function in found if isinstance(function, FunctionType)]
+
+
 Count = Callable[[tuple[Any, ...], Mapping[str, Any]], torch.Tensor | None]
 """The number of labels that count, 0-dim, in the arguments of a model; None without labels."""
 
@@ -61,8 +82,7 @@ def label_count(model: nn.Module) -> Count:
     """How many labels of a call the loss of ``model`` is the mean over. It does not keep the model."""
     signature = inspect.signature(type(model).forward)
     # A causal model predicts each token from those before it, so its loss ignores the first; decoders shift the inputs.
-    function = getattr(getattr(model, "loss_function", None), "__name__", "")
-    first = int(function == "ForCausalLMLoss" and not getattr(model.config, "is_encoder_decoder", False))
+    first = int(shifts_labels(model) and not getattr(model.config, "is_encoder_decoder", False))
 
     def count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         number = own_count(args, kwargs)
