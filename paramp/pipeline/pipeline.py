@@ -162,7 +162,7 @@ class Pipeline:
 
     def _schedule(self, microbatches: Sequence[Batch], backward: bool) -> Any:
         key = (microbatches[0].key(), len(microbatches), backward, self._stages.module.training)
-        if key not in self._schedules:
+        if self._is_new(key):
             if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = self._new_schedule(microbatches, backward)
@@ -170,6 +170,18 @@ class Pipeline:
         for linked, received, sent in zip(self._linked, ready.received, ready.sent, strict=True):
             linked.received, linked.sent = received, sent
         return ready.schedule
+
+    def _is_new(self, key: tuple[Any, int, bool, bool]) -> bool:
+        """Whether a schedule is made for ``key``: on a rank of the expert axis, if one of its ranks has no such yet.
+
+        A probe sends tokens to the experts of these ranks, which may have batches of other lengths.
+        """
+        is_new = key not in self._schedules
+        if self._context.ep.size == 1:
+            return is_new
+        found = torch.tensor(is_new, dtype=torch.int32, device=self._context.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._context.ep.group)
+        return bool(found)
 
     def _new_schedule(self, microbatches: Sequence[Batch], backward: bool) -> _Ready:
         received, sent = self._probe(microbatches[0])

@@ -227,12 +227,13 @@ def test_batches_that_ask_for_it_alone_and_models_on_meta_in_pipelines_are_error
             engine_of(on_meta, None).forward_backward(batch())
 
 
+@pytest.mark.parametrize("expert", [1, 2])
 @on_ranks(4)
-def test_data_ranks_of_a_pipeline_may_have_batches_of_other_lengths(world):
-    """A stage is tried with each new shape, on the data rank that has it."""
+def test_data_ranks_of_a_pipeline_may_have_batches_of_other_lengths(world, expert):
+    """A stage is tried with each new shape: on the data rank that has it, or on those that share experts."""
     rows = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
     grads = reference("Mixtral")[1].values()
-    with paramp.launch_from_torch({"parallel": {"data": 2, "pipeline": GPIPE}}) as context:
+    with paramp.launch_from_torch({"parallel": {"data": 2, "expert": expert, "pipeline": GPIPE}}) as context:
         engine = engine_of(balanced("Mixtral"), None)
         for length in (12, 9):
             inputs = {key: own_part(context, value[rows])[0] for key, value in batch().items()}

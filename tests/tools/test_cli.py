@@ -51,7 +51,7 @@ def test_without_a_command_help_names_every_command_before_torch_loads():
 def test_the_flags_of_sharding_set_what_its_page_says():
     page = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(dict\(.*\))` \| `(--.*?)` \|", page, re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for settings, flags in rows:
         assert configure(flags.split())[0].parallel == Config(parallel=eval(settings)).parallel
 
