@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 import paramp
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import pretrained
+import transformers
 
 from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
 from paramp.parallel.huggingface.model_output import without_cache
