@@ -221,7 +221,8 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
         shown = model.eval()(**batch)
         assert engine.evaluate(batch).item() == pytest.approx(shown.loss.item(), abs=1e-5)
         engine.eval()
-        torch.testing.assert_close(engine(batch).logits, shown.logits.detach(), atol=2e-5, rtol=1e-5)
+        # A logit sums over features, whose weights may be 2e-5 off after three steps of AdamW.
+        torch.testing.assert_close(engine(batch).logits, shown.logits.detach(), atol=2e-4, rtol=1e-5)
 
 
 def choosing():
