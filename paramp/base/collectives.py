@@ -37,12 +37,12 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
 
 
-@torch.no_grad()
 def sends_by_host(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether a tensor of ``device`` goes to another rank from the host's memory: gloo sends none of CUDA reliably."""
     return device.type == "cuda" and dist.get_backend(group) == "gloo"
 
 
+@torch.no_grad()
 def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> None:
     """Broadcast ``tensor`` in place, bit for bit, from the rank ``src`` of ``group``; one broadcast.
 
