@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.collectives import all_reduce_
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
@@ -51,10 +50,7 @@ class ExactSequenceAxis(SequenceAxis):
 
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """``count`` of all ranks."""
-        if self.size > 1:
-            count = count.to(self.device, copy=True)
-            all_reduce_(count, self._group)
-        return count
+        return self.summed(count)
 
     def compare_modules(self) -> None:
         """Compare which modules have run over the ranks of the axis, which sum their gradients together.

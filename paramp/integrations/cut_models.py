@@ -10,7 +10,6 @@ import functools
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ConfigError
@@ -31,9 +30,7 @@ class AddedAxis(SequenceAxis):
 
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of ``count`` over the ranks."""
-        total = count.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
+        return self.summed(count)
 
     def added(self, loss: torch.Tensor) -> torch.Tensor:
         """The sum of ``loss`` over the ranks, differentiable; as for :meth:`join`, gradients are averaged later."""
@@ -44,7 +41,7 @@ class _AddedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, axis: AddedAxis) -> torch.Tensor:
         ctx.axis = axis
-        return axis.total(loss)
+        return axis.summed(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ...base.collectives import all_gather_single
+from ...base.collectives import all_gather_single, all_reduce_
 from ...base.dtensor import is_dtensor, local, resized
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
@@ -108,6 +108,13 @@ class SequenceAxis:
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """What the loss of this rank's tokens, which are ``count``, is divided by."""
         return count
+
+    def summed(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of ``value``, of any device, over the ranks of the axis; not differentiable."""
+        if self.size > 1:
+            value = value.to(self.device, copy=True)
+            all_reduce_(value, self._group)
+        return value
 
     def trial(self) -> AbstractContextManager[None]:
         """A context for forwards that are tried, and what is computed of their outputs."""
