@@ -26,7 +26,7 @@ from ...base.trees import leaves, map_tensors, tensors
 from .decoder_partition import check_parameters_are_in, check_positional, no_plan, put_at, stage_of
 from .missing_plans import find_architecture
 from .model_output import call_options, check_output, counting
-from .router_loss import ROUTERS
+from .router_loss import ROUTERS, asks_for_loss
 
 
 class CalledUnitsPartition:
@@ -141,7 +141,7 @@ class _StageForward:
         self._last_output: Any = None
         self._looked_up = False
         kwargs = self._counted((), {**self._options, **kwargs, **self._received["inputs"], "return_dict": True})
-        if kwargs.get(ROUTERS, getattr(self.stage.config, ROUTERS, False)):
+        if asks_for_loss(self.stage.config, kwargs):
             raise ConfigError(
                 f"inputs[{ROUTERS!r}]: got True, expected False in a pipeline of a model on meta, or of one that is no "
                 "chain of layers; build it on the CPU, set it to False, or parallel.pipeline.size to 1"

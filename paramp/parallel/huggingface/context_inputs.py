@@ -22,7 +22,7 @@ from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
 from .model_output import IGNORED, call_options, calls_causal_loss, counting, shifts_labels
-from .router_loss import ROUTERS
+from .router_loss import ROUTERS, asks_for_loss
 
 NAME = "paramp_context"
 """The name of the attention in transformers' registry."""
@@ -42,6 +42,7 @@ class PretrainedInputs(SequenceInputs):
         self._model: Any = model
         self._is_chain = is_chain
         self._parameters = inspect.signature(type(model).forward).parameters
+        self._options, self._counted = call_options(model), counting(model)
         self._shifts = calls_causal_loss(model)
         self._shifts_itself = shifts_labels(model) and not self._shifts
 
@@ -94,16 +95,15 @@ class PretrainedInputs(SequenceInputs):
         return mask.bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
     def counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        kwargs = {**call_options(self._model), **kwargs}
-        asked = kwargs.get(ROUTERS)
-        if getattr(self._model.config, ROUTERS, False) if asked is None else asked:
+        kwargs = {**self._options, **kwargs}
+        if asks_for_loss(self._model.config, kwargs):
             raise ConfigError(
                 f"inputs[{ROUTERS!r}]: got True, expected False beside the context axis outside of paramp's engine, "
                 "because the loss of routers would be that of a rank's tokens; set it to False"
             )
         if kwargs.get("num_items_in_batch") is not None:
             return kwargs
-        kwargs = counting(self._model)(args, kwargs)
+        kwargs = self._counted(args, kwargs)
         if kwargs.get("labels") is not None and "num_items_in_batch" not in kwargs:
             raise ConfigError(
                 f"inputs['labels']: got labels for {type(self._model).__name__}, whose loss is a mean that takes no "

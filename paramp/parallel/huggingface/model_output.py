@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -29,9 +30,7 @@ def without_cache(model: nn.Module) -> nn.Module:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
-        if routers is None:
-            return type(model).forward(changed, *args, **counted(args, kwargs))
-        with routers.taken_over(changed, count(args, kwargs)):
+        with nullcontext() if routers is None else routers.taken_over(changed, count(args, kwargs)):
             return type(model).forward(changed, *args, **counted(args, kwargs))
 
     changed = with_forward(model, forward)

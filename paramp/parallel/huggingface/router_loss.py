@@ -46,6 +46,12 @@ UNWANTED = (
 )
 
 
+def asks_for_loss(config: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a forward with the inputs ``kwargs`` of a model with that ``config`` computes the loss of routers."""
+    asked = kwargs.get(ROUTERS)
+    return bool(getattr(config, ROUTERS, False) if asked is None else asked)
+
+
 class RouterSums(NamedTuple):
     """What routers gave to the tokens of one microbatch."""
 
