@@ -13,10 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..base.torch_internals import expect
+from ..base.uncompiled import unwatched
 from .rng import derive_seed, forked
-
-expect("torch._C.DisableTorchFunction")
 
 TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
 """Rank and size of the tensor axis, and the device, of each open context; the last one is in use."""
@@ -34,7 +32,7 @@ def sharded_random() -> Iterator[None]:
         with _within(True):
             yield
         return
-    with torch._C.DisableTorchFunction():  # not a draw of the model
+    with unwatched():  # not a draw of the model
         common = int(torch.randint(2**62, ()))
     with forked(device):
         torch.manual_seed(derive_seed(common, rank))

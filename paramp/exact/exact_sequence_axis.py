@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
+from ..base.uncompiled import unwatched
 from ..distributed.context import ParallelContext
 from ..distributed.token_positions import ACTIVE
 from ..parallel.context_axis.sequence_axis import SequenceAxis, scaled_dot_product_attention
 from ..parallel.context_axis.sequence_layout import SequenceLayout
 from . import attention as products
 from .masks import Masks
-from .running_modules import Forwards, unwatched
+from .running_modules import Forwards
 from .slices import aligned, fan_out, split
 from .tree_sum import gathered
 

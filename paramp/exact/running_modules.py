@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,9 @@ from torch import nn
 from ..base.backward_state import in_backward
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
-from ..base.torch_internals import expect
+from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
 from .exact_layout import ExactLayout, Position
-
-expect("torch._C.DisableTorchFunction")
 
 
 @dataclass
@@ -176,8 +174,3 @@ class Forwards:
                 "forward, expected once if it is computed again in the backward; set activation_checkpointing to 'none'"
             )
         return self._running[-1]
-
-
-def unwatched() -> AbstractContextManager[None]:
-    """A context in which torch's functions run as they are: for code whose own calls depend on no layout."""
-    return torch._C.DisableTorchFunction()

@@ -17,8 +17,9 @@ from torch import nn
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, unbound, with_parameters
+from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
-from .running_modules import Forwards, unwatched
+from .running_modules import Forwards
 from .sliced_styles import parameter_of
 from .slices import fan_out, join, split
 

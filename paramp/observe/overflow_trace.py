@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.torch_internals import expect
 from ..base.trees import children, map_tensors, tensors
+from ..base.uncompiled import unwatched
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
 from ..parallel.batches import Batch
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from ..parallel.context_axis.sequence_axis import SequencePlaces
 
 expect("torch._C._autograd")
-expect("torch._C.DisableTorchFunction")
 
 BATCH = "the batch"
 CAST = "the cast of the batch to the compute dtype"
@@ -429,7 +429,7 @@ class Tracer:
 
 def _aside(hook: Callable[..., None], *args: Any) -> None:
     """Call a ``hook`` where no mode of torch's functions sees it, such as the exact mode's, which refuses sums."""
-    with torch._C.DisableTorchFunction():
+    with unwatched():
         hook(*args)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from ...base.dtensor import is_dtensor, local
 from ...base.observer_spans import Observer
 from ...base.trees import tensors
+from ...base.uncompiled import unwatched
 from ...checkpoint.chunks import chunk_of
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
@@ -22,7 +23,6 @@ from ...engine.step import StepResult
 from ...optim.flat_buffer import FlatParam
 from ..microchunk_gradients import MicrochunkGradients
 from ..microchunk_run import MicrochunkTotals
-from ..running_modules import unwatched
 from .tensor_trace import Key, TraceWriter
 
 
