@@ -157,16 +157,24 @@ def test_those_of_eight_ranks_are_too(world, name, layout, kind):
     check_cell(name, layout, kind, LARGE_LAYOUTS[layout])
 
 
+CHAINS = {
+    "cut sequences": (LAYOUTS["fsdp2·cp2·ep2"], LAYOUTS["ep4"], LAYOUTS["fsdp2·cp2·ep2"]),
+    "slices": (LAYOUTS["ep2·tp2"], LAYOUTS["ep4"], LAYOUTS["fsdp·ep2·tp2"]),
+}
+"""Layouts in which each of four ranks has a quarter of the experts' weights."""
+
+
+@pytest.mark.parametrize("chain", CHAINS)
 @on_ranks(4)
-def test_checkpoints_go_to_and_from_experts_beside_cut_sequences(world):
+def test_checkpoints_go_to_and_from_experts_beside_cut_sequences_and_in_slices(world, chain):
     """With the optimizer's state, masters of half-precision weights and averages, to the bit."""
-    folder = shared_folder()
-    sharded = {"data": {"shard": 2}, "context": 2, "expert": 2}
-    saved = None
-    for index, parallel in enumerate((sharded, {"expert": 4}, sharded)):
-        config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
+    folder, saved = shared_folder(), None
+    config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
+    for index, parallel in enumerate(CHAINS[chain]):
         with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
             engine = engine_of(small_moe(), MoEGPT.loss, OPTIMIZERS["AdamW"])
+            stacks = [one for name, one in engine.named_parameters() if "experts" in name]
+            assert all(local(one).numel() * 4 == one.numel() for one in stacks)
             if index:
                 engine.load(f"{folder}/{index - 1}")
             else:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import cases, family
-from pool import on_ranks, shared_folder
+from pool import on_ranks
 from reference import small_moe
-from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
+from small_engines import engine_of, own_part
 from small_mixture import CHOICES, NUM_EXPERTS, WIDTH, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,34 +100,6 @@ def test_a_stack_of_ones_own_has_the_gradients_and_the_norm_of_one_process(world
         (expected,) = own_part(context, entered.grad)
         torch.testing.assert_close(part.grad, expected, rtol=1e-10, atol=1e-12)
         assert not engine.check_replicas()
-
-
-@on_ranks(4)
-def test_checkpoints_go_to_and_from_slices(world):
-    """With the optimizer's state, masters of half-precision weights and averages, to the bit."""
-    folder, saved = shared_folder(), None
-    layouts = {"tensor": 2, "expert": 2}, {"expert": 4}, {"tensor": 2, "expert": 2, "data": {"shard": 2}}
-    config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
-    for index, parallel in enumerate(layouts):
-        with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
-            model = small_moe()
-            engine = engine_of(model, model.loss, functools.partial(torch.optim.AdamW, lr=0.01))
-            shards = 4 if "tensor" in parallel else parallel["expert"]
-            stacks = [one for name, one in engine.named_parameters() if "experts" in name]
-            assert all(local(one).numel() * shards == one.numel() for one in stacks)
-            if index:
-                engine.load(f"{folder}/{index - 1}")
-            else:
-                text = torch.randint(3, 30, (8, 9), generator=torch.Generator().manual_seed(1))
-                engine.forward_backward(*own_part(context, text[:, :-1], text[:, 1:]))
-                assert engine.step().stepped
-            found = [engine.full_state_dict(), engine.ema.full_state_dict()]
-            saved = saved or found
-            for one, expected in zip(found, saved, strict=True):
-                assert_same_tensors(one, expected)
-            engine.save(f"{folder}/{index}")
-            if index:
-                assert_same_checkpoints(f"{folder}/{index}", f"{folder}/{index - 1}")
 
 
 @on_ranks(4)
