@@ -195,23 +195,33 @@ class OwnModel(nn.Module):
         return {"loss": (loss, (labels != -100).sum())}
 
 
+def gradients_of(model, loss, count):
+    """Those of the mean loss in one process, by name; the model has none afterwards."""
+    (loss / count).backward()
+    found = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def assert_gradients(engine, inputs, expected, tolerance):
+    """A step of SGD with the rate 16 moves each weight by its gradient."""
+    start = engine.full_state_dict()
+    engine.forward_backward(*inputs)
+    engine.step()
+    for name, value in engine.full_state_dict().items():
+        way = (start[name] - value) / 16
+        assert (way - expected[name]).norm() <= tolerance * expected[name].norm(), name
+
+
 @on_ranks(2)
 def test_a_model_of_ones_own_has_the_gradients_of_one_process(world):
     torch.manual_seed(0)
     model, (batch, *_) = OwnModel().double(), batches("padded")
     inputs = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
-    found = model(*inputs)
-    (found["loss"][0] / found["loss"][1]).backward()
-    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
-    model.zero_grad()
-    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    expected = gradients_of(model, *model(*inputs)["loss"])
     with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
         engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=16.0))
-        engine.forward_backward(inputs)
-        engine.step()
-        for name, value in engine.full_state_dict().items():
-            way = (start[name] - value) / 16
-            assert (way - expected[name]).norm() <= 1e-12 * expected[name].norm(), name
+        assert_gradients(engine, (inputs,), expected, 1e-12)
 
 
 class Skipping(nn.Module):
@@ -237,20 +247,12 @@ def test_stages_of_a_traced_model_attend_over_whole_sequences(world):
     torch.manual_seed(0)
     model, (batch, *_) = Skipping().double(), batches("GPT")
     tokens, labels = batch["input_ids"], batch["labels"]
-    loss, count = summed_loss(model(tokens), labels)
-    (loss.double() / count).backward()
-    expected = {name: value.grad.clone() for name, value in model.named_parameters()}
-    model.zero_grad()
-    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    expected = gradients_of(model, *summed_loss(model(tokens), labels))
     parallel = {"context": 2, "pipeline": {"size": 2, "split": ["second"]}}
     with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}):
         engine = engine_of(model, summed_loss, functools.partial(torch.optim.SGD, lr=16.0))
         assert len([*engine.module.parameters()]) < len(expected)
-        engine.forward_backward(tokens, labels)
-        engine.step()
-        for name, value in engine.full_state_dict().items():
-            way = (start[name] - value) / 16
-            assert (way - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+        assert_gradients(engine, (tokens, labels), expected, 1e-6)  # the loss is in fp32
 
 
 @on_ranks(2)
