@@ -31,7 +31,7 @@ LAYOUTS = {
 def train(how, parallel, precision):
     config = {"parallel": parallel, "precision": precision, "activation_checkpointing": how}
     with paramp.launch_from_torch(config) as context:
-        engine = engine_of(small_gpt(dropout=0.1), GPT.loss, adamw)
+        engine = engine_of(small_gpt(dropout=0.1, num_layers=4 if "pipeline" in parallel else 2), GPT.loss, adamw)
         losses = []
         for x, y in batches(2, size=4, seed=context.dp.rank):
             losses.append(engine.forward_backward(x, y).item())
@@ -51,11 +51,14 @@ def test_the_same_bits_as_without_it(world, layout):
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
 
 
+WIDTH, TOKENS = 64, 64
+
+
 def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
-    """Bytes that a forward of 2 x 64 tokens keeps for the backward, weights left out, each storage once."""
+    """Bytes that a forward of :data:`TOKENS` keeps for the backward, weights left out, each storage once."""
     with paramp.launch_from_torch({"precision": precision, "parallel": parallel, "activation_checkpointing": how}):
         engine = engine_of(
-            small_gpt(num_layers=num_layers, width=128, max_seq_len=64, vocab_size=vocab_size), GPT.loss, adamw
+            small_gpt(num_layers=num_layers, width=WIDTH, max_seq_len=TOKENS, vocab_size=vocab_size), GPT.loss, adamw
         )
         weights = {local(one).untyped_storage().data_ptr() for one in engine.parameters()}
         kept = {}
@@ -65,7 +68,7 @@ def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
             kept[storage.data_ptr()] = storage
             return tensor
 
-        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             engine.forward_backward(tokens, tokens)
         return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
@@ -87,11 +90,11 @@ def test_bytes_that_a_block_keeps(world):
         ("bf16-naive", "naive", split, "full"),
     ):
         two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
-        casts = 2 * 12 * 128**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
-        expected = by_page(name, 128, **parallel, checkpointed=how == "full")
-        assert (three - two - casts) / (2 * 64) == pytest.approx(expected, rel=0.02), (mode, parallel, how)
+        casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
+        expected = by_page(name, WIDTH, **parallel, checkpointed=how == "full")
+        assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02), (mode, parallel, how)
     small, large = (kept_bytes("bf16-naive", {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
-    assert large - small == 4 * (1024 - 128) / 2 * 2 * 64  # bytes, entries of a rank, tokens
+    assert large - small == 4 * (1024 - 128) / 2 * TOKENS  # bytes, entries of a rank, tokens
 
 
 AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 3: (24, 6, 20), "selective": (16, 8, 16)}

@@ -1,13 +1,14 @@
 """LoRA of peft, on models of transformers and on one's own, against a plain torch loop on the model itself."""
 
 import functools
+import itertools
 import warnings
 
 import mixtures
 import pytest
 import torch
 from beside_plain import train_both
-from families import family, rarely
+from families import rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches
 from small_engines import engine_of, own_part
@@ -92,30 +93,25 @@ def initialize(name, model):
     return engine_of(model, loss_for(name), adamw, plan=plan)
 
 
-def follows(name, layout):
+def follows(world, name, layout):
     """The engine's model has the weights of the plain one, of which the base is as before."""
     plain = adapted(name)
     start = {key: value.clone() for key, value in plain.state_dict().items()}
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = initialize(name, adapted(name))
-        train_both(context, engine, plain, batches(5), loss_for(name), adamw, atol=2e-5)
+        train_both(context, engine, plain, batches(3), loss_for(name), adamw, atol=2e-5)
         trained = {key for key, parameter in plain.named_parameters() if parameter.requires_grad}
         for key, value in engine.full_state_dict().items():
             assert torch.equal(value, start[key]) == (key not in trained), key
 
 
-@family
-@pytest.mark.parametrize("layout", rarely(["tp2", "pp2", "fsdp2", "pp2-tp2"], "tp2", "fsdp2"))
-def test_fp32_follows_plain_torch(layout):
-    run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follow_plain_torch", {"layout": layout})
+CELLS = [*itertools.product(TARGETS, ("tp2", "pp2", "fsdp2")), ("llama", "pp2-tp2"), ("own", "pp2-tp2")]
+PART = [("llama-embedding", "tp2"), ("own", "tp2"), ("gpt2", "tp2"), ("llama-added", "pp2"), ("llama", "fsdp2")]
 
 
-MORE = {"tp2": ["gpt2", "llama-embedding", "llama-added"], "pp2": ["gpt2", "llama-added"], "fsdp2": ["gpt2"]}
-
-
-def follow_plain_torch(world, layout):
-    for name in ("llama", "own", *MORE.get(layout, ())):
-        follows(name, layout)
+@pytest.mark.parametrize(("name", "layout"), rarely(CELLS, *PART))
+def test_fp32_follows_plain_torch(name, layout):
+    run_on_ranks(4 if layout == "pp2-tp2" else 2, __name__, "follows", {"name": name, "layout": layout})
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,10 @@ class Trained:
 
 @contextmanager
 def training(*args, **data):
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2} | data}}) as context:
-        yield Trained(context, *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SECONDS_BETWEEN_QUESTIONS", 0.02)
+        with paramp.launch_from_torch({"parallel": {"data": {"shard": 2} | data}}) as context:
+            yield Trained(context, *args)
 
 
 def skipped(block, runs_on=0):

@@ -149,9 +149,10 @@ def results(case: Case, inputs: dict[str, torch.Tensor], function: Any) -> dict[
 
 
 @functools.cache
-def expected(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
-    """:func:`results` of plain attention, fp64."""
-    return results(case, inputs_of(case, seed), functools.partial(plain_attention, case))
+def expected(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """:func:`results` of plain attention, fp64, for the inputs as rounded to ``dtype``."""
+    inputs = {name: x.to(dtype).double() for name, x in inputs_of(case, seed).items()}
+    return results(case, inputs, functools.partial(plain_attention, case))
 
 
 def distance(found: torch.Tensor, right: torch.Tensor, largest: float) -> float:

@@ -10,6 +10,7 @@ It runs torchtitan 0.3.0, which is written for a GPU and for a torch after 2.13.
 - Tokenizer and data set: files that its wheel lacks.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
+VOCABULARY = 256
 LAYOUTS = {
     "dp_shard": {"data_parallel_shard_degree": 2},
     "dp_replicate": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
@@ -99,15 +101,15 @@ def taking_microbatches(step):
 
 
 def tiny_config(folder=None, chunked=True, backend="partial_dtensor", device="cpu", **layout):
-    """torchtitan's configuration of its debug model, with two layers."""
+    """torchtitan's configuration of its debug model, with :func:`tiny_llama` in its place."""
     prepare(device)
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     config = llama3_debugmodel()
-    model = config.model_spec.model
-    model.layers = model.layers[:2]
+    model = config.model_spec.model = tiny_llama()
+    config.loss.loss_fn.global_vocab_size = model.vocab_size
     for _, _, owner, name in list(model.traverse(FlexAttention.Config)):
         setattr(owner, name, ScaledDotProductAttention.Config())
     config.tokenizer, config.dataloader = components()
@@ -129,6 +131,21 @@ def tiny_config(folder=None, chunked=True, backend="partial_dtensor", device="cp
     config.checkpoint.interval = 2
     config.dump_folder = str(folder or "unused")
     return config
+
+
+def tiny_llama():
+    """The configuration of a Llama 3 of two layers, so narrow that its products are quick in fp16 on a CPU."""
+    from torchtitan.models.llama3 import _build_llama3_layers, llama3_configs
+
+    width, num_heads = 64, 4
+    model = llama3_configs["debugmodel"](attn_backend="flex")
+    rope = dataclasses.replace(model.layers[0].attention.rope, dim=width // num_heads)
+    sizes = {"n_layers": 2, "dim": width, "n_heads": num_heads, "hidden_dim": 2 * width}
+    model.layers = _build_llama3_layers(**sizes, rope=rope, attn_backend="flex")
+    model.dim, model.vocab_size = width, VOCABULARY
+    model.norm.normalized_shape = model.lm_head.in_features = model.tok_embeddings.embedding_dim = width
+    model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
+    return model
 
 
 def has_backend(name):
@@ -200,7 +217,7 @@ def components():
             return ""
 
         def get_vocab_size(self):
-            return 256
+            return VOCABULARY
 
     class Tokens(BaseDataLoader):
         @dataclass(kw_only=True, slots=True)
@@ -214,7 +231,7 @@ def components():
             while True:
                 generator = torch.Generator().manual_seed(100 * self.count + self.place)
                 self.count += 1
-                tokens = torch.randint(0, 256, self.shape, generator=generator)
+                tokens = torch.randint(0, VOCABULARY, self.shape, generator=generator)
                 yield {"input": tokens[..., :-1].contiguous()}, tokens[..., 1:].contiguous()
 
         def state_dict(self):
