@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from commands import PYTHON, python, torchrun
+from families import rarely
 from pool import on_ranks, shared_folder
 from reference import batches, local, small_gpt
 from small_engines import each_raises, engine_of, everywhere, own_part
@@ -315,12 +316,13 @@ if {fails}:
 """
 
 
-def test_a_script_without_a_with_closes_quietly(tmp_path):
+@pytest.mark.parametrize("ranks", rarely([1, 2], 1))
+def test_a_script_without_a_with_closes_quietly(ranks, tmp_path):
     script, path = tmp_path / "script.py", f"{paramp.__path__[0]}/.."
     script.write_text(SCRIPT.format(fails=False))
     cold = ("--no-python", "env", "PARAMP_TEST_COLD=1", PYTHON)  # the ranks, whose ends are tested
-    result = torchrun(2, *cold, str(script), PYTHONPATH=path)
-    assert (result.returncode, result.stdout.count("sum 2.0 3")) == (0, 2), result.stderr
+    result = torchrun(ranks, *cold, str(script), PYTHONPATH=path)
+    assert (result.returncode, result.stdout.count(f"sum {ranks}.0 3")) == (0, ranks), result.stderr
     assert not re.search("Traceback|Warning", result.stderr)
     script.write_text(SCRIPT.format(fails=True))
     alone = python("-W", "error", str(script), PYTHONPATH=path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Collectives
+from families import rarely
 from pool import on_ranks
 from reference import local, plain_fp32_training, small_gpt, train_engine, whole
 from small_engines import each_raises, engine_of, train_step
@@ -73,7 +74,7 @@ def backward(model, factor=1.0):
     return model
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", rarely(MESHES, "torchtitan-hsdp", "torchtitan-cp", "accelerate"))
 @on_ranks(4)
 def test_norms_and_skips_on_meshes_of_others_are_those_of_one_process(world, name):
     make, over = MESHES[name]
@@ -191,7 +192,10 @@ def gpt_loss(logits, target):
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
 
 
-@pytest.mark.parametrize("axes", ["model pipe", "model batch", "model fsdp", "dp_replicate dp_shard"])
+AXES = ("model pipe", "model batch", "model fsdp", "dp_replicate dp_shard")
+
+
+@pytest.mark.parametrize("axes", rarely(AXES, "model pipe", "model fsdp"))
 @on_ranks(4)
 def test_an_engine_on_a_mesh_of_others_trains_as_one_process(world, axes):
     """The tensor axis is the slowest, which it never is on a mesh of paramp's own."""

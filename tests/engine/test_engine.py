@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from beside_plain import seeded
 from counting import Collectives
+from families import rarely
 from pool import on_ranks
 from reference import assert_trained, batches, plain_fp32_training, small_gpt, steep_gpt
 from small_engines import each_raises, engine_of, everywhere, gpt_engine, own_part, sgd, train_step
@@ -83,7 +84,12 @@ def masked_sum_and_count(output, target):
     return (losses * mask).sum(), mask.sum()
 
 
-@pytest.mark.parametrize(("layout", "counts"), [*((name, False) for name in LAYOUTS), ("pp2-dp2", True), ("dp4", True)])
+WINDOWS = [*((name, False) for name in LAYOUTS), ("pp2-dp2", True), ("dp4", True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"), rarely(WINDOWS, ("pp2-tp2", False), ("dp2-tp2", False), ("pp2-dp2", True))
+)
 @on_ranks(4, cuda=True)
 def test_accumulated_windows_are_one_large_batch(world, layout, counts):
     """Three calls of four samples, and a scale that cannot be folded exactly (1/3), against the batch of twelve."""

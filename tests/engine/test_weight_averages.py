@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from families import rarely
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained, batches, local, small_gpt, whole
 from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, train_step
@@ -86,7 +87,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=["-".join(map(str, case[:2])) for case in CASES])
+@pytest.mark.parametrize(
+    "number", rarely(range(len(CASES)), 1, 3, 5, 6, 8), ids=["-".join(map(str, case[:2])) for case in CASES]
+)
 def test_averages_follow_the_steps_that_are_made_and_take_the_place_of_weights(number):
     run_on_ranks(1 if CASES[number][0] == "1" else 2, __name__, "follow", {"number": number})
 

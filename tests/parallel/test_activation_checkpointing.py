@@ -51,7 +51,7 @@ def test_the_same_bits_as_without_it(world, layout):
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
 
 
-WIDTH, TOKENS = 64, 64
+WIDTH, TOKENS = 128, 64
 
 
 def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
@@ -74,25 +74,32 @@ def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
         return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
 
 
+SPLIT = {"tensor": 2, "sequence_parallel": True}
+KEPT = [
+    ("16-mixed", "mixed", {}, "none"),
+    ("16-mixed", "mixed", SPLIT, "none"),
+    ("32-true", "32-true", {"tensor": 2}, "none"),
+    ("64-true", "64-true", {}, "none"),
+    ("fp8-mixed", "mixed", SPLIT, "none"),
+    ("O2", "naive", {"tensor": 2}, "none"),
+    ("bf16-naive", "naive", SPLIT, "none"),
+    ("bf16-naive", "naive", SPLIT, "full"),
+]
+
+
+@pytest.mark.parametrize(("mode", "name", "parallel", "how"), rarely(KEPT, KEPT[1], KEPT[3], KEPT[5]))
 @on_ranks(2)
-def test_bytes_that_a_block_keeps(world):
+def test_bytes_that_a_block_keeps(world, mode, name, parallel, how):
     """Those that docs/memory.md computes."""
     by_page = functions_of("docs/memory.md")["bytes_a_token"]
-    split = {"tensor": 2, "sequence_parallel": True}
-    for mode, name, parallel, how in (
-        ("16-mixed", "mixed", {}, "none"),
-        ("16-mixed", "mixed", split, "none"),
-        ("32-true", "32-true", {"tensor": 2}, "none"),
-        ("64-true", "64-true", {}, "none"),
-        ("fp8-mixed", "mixed", split, "none"),
-        ("O2", "naive", {"tensor": 2}, "none"),
-        ("bf16-naive", "naive", split, "none"),
-        ("bf16-naive", "naive", split, "full"),
-    ):
-        two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
-        casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
-        expected = by_page(name, WIDTH, **parallel, checkpointed=how == "full")
-        assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02), (mode, parallel, how)
+    two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
+    casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
+    expected = by_page(name, WIDTH, **parallel, checkpointed=how == "full")
+    assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02)
+
+
+@on_ranks(2)
+def test_bytes_that_logits_keep(world):
     small, large = (kept_bytes("bf16-naive", {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
     assert large - small == 4 * (1024 - 128) / 2 * TOKENS  # bytes, entries of a rank, tokens
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from families import rarely
 from pool import on_ranks, shared_folder
 from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
 from small_mixture import WIDTH, StackedExperts, layers, tokens
@@ -131,18 +132,29 @@ def test_replicas_of_experts_that_drift_apart_are_found(world):
             assert names == ["experts.weight"] * found
 
 
+CHAINS = {
+    "sharded": (
+        *({"expert": 4}, {"data": {"shard": 4}, "expert": 2}, {"data": 4, "expert": 2, "zero": 1}),
+        *({"data": {"replicate": 2, "shard": 2}, "expert": 2}, {"expert": 2, "tensor": 2}),
+    ),
+    "whole": (
+        {"expert": 2, "tensor": 2},
+        {"data": {"shard": 4}},
+        {"data": {"shard": 4}, "expert": 4},
+        {"tensor": 4},
+        {"data": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", rarely(CHAINS, "sharded"))
 @on_ranks(4)
-def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world):
+def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world, chain):
     """With optimizer state, masters of half-precision weights, averages, and parts of ZeRO and FSDP2, to the bit."""
     folder = shared_folder()
-    layouts = [
-        *({"expert": 4}, {"data": {"shard": 4}, "expert": 2}, {"data": 4, "expert": 2, "zero": 1}),
-        *({"data": {"replicate": 2, "shard": 2}, "expert": 2}, {"expert": 2, "tensor": 2}, {"data": {"shard": 4}}),
-        *({"data": {"shard": 4}, "expert": 4}, {"tensor": 4}, {"data": 4}),
-    ]
     saved = averages = None
     config = {"precision": {"mode": "16-naive", "init_scale": 128.0}, "ema": {"decay": 0.5}}
-    for index, parallel in enumerate(layouts):
+    for index, parallel in enumerate(CHAINS[chain]):
         with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
             adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
             engine = engine_of(mixture(), optimizer=adamw, plan=PLAN if "expert" in parallel else {})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from beside_plain import adamw, assert_weights
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks
 from reference import batches, local
 from small_engines import engine_of, own_part
@@ -193,7 +193,7 @@ OWN_LOSS = [
     *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4", "interleaved-dp2")),
     ("llama-tied", "zbv-tp2"),
 ]
-PART = {("llama", "pp4"), ("gpt2", "pp2-tp2"), ("gpt2", "interleaved-dp2"), ("qwen3", "pp2-tp2"), OWN_LOSS[-1]}
+PART = {("llama", "pp4"), ("gpt2", "interleaved-dp2"), ("qwen3", "pp2-tp2"), OWN_LOSS[-1]}
 
 
 @family
@@ -205,7 +205,7 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
     plain = adamw(model.parameters())
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "gradient_accumulation": 2}) as context:
         engine = engine_of(build(name), None, adamw)
-        for step in range(3):
+        for step in range(number(2, 3)):
             window = [padded(2 * step), padded(2 * step + 1)]
             plain.zero_grad()
             expected = model(**{key: torch.cat([batch[key] for batch in window]) for key in window[0]}).loss

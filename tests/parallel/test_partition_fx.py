@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from beside_plain import adamw, randn, seeded, train_both
-from families import rarely
+from families import number, rarely
 from pool import on_ranks
 from small_engines import engine_of
 from torch import nn
@@ -55,7 +55,7 @@ def test_traced_models_follow_plain_torch(world, kind, layout):
     plain = build(kind)
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "clip_grad_norm": 1.0}) as context:
         engine = engine_of(build(kind), loss_of, adamw, plan=PLANS[kind] if context.tp.size > 1 else None)
-        given = samples(kind, 5)
+        given = samples(kind, number(3, 5))
         train_both(context, engine, plain, given, loss_of, adamw, clip=1.0, atol=2e-5, still=["*.key.bias"])
         engine.eval()
         x, y = next(samples(kind, 1))

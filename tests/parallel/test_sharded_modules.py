@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from beside_plain import randn, seeded, train_both
-from families import cases, family
+from families import cases, family, number
 from pool import on_ranks, run_on_ranks
 from small_engines import engine_of
 from small_mlp import Block
@@ -166,7 +166,7 @@ def test_shards_of_any_size_follow_a_plain_loop(layout):
     size, parallel = LAYOUTS[layout]
     options = {"clip": 0.3, "accumulation": 2, "atol": 2e-5, "optimizer": adamw}
     plan = {"*.up": "colwise", "*.down": "rowwise"}
-    given = {"build": uneven_model, "parallel": parallel, "steps": 40, "plan": plan}
+    given = {"build": uneven_model, "parallel": parallel, "steps": number(16, 40), "plan": plan}
     run_on_ranks(size, __name__, "follow", given | options)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from beside_plain import randn
 from counting import Collectives
+from families import rarely
 from pool import on_ranks
 from reference import batches, local, small_gpt
 from small_engines import engine_of, everywhere
@@ -54,8 +55,11 @@ def local_gradients(context, **changes):
     return parameters
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+TIED = {"pp2-tp2-sp": True, "dp2-tp2-sp": False, "pp2-dp2": True, "dp2-tp2": True, "pp2-tp2": False}
+"""By layout, what runs by default."""
+
+
+@pytest.mark.parametrize(("layout", "tied"), rarely(itertools.product(LAYOUTS, (True, False)), *TIED.items()))
 @on_ranks(4, cuda=True)
 def test_the_norm_is_that_of_the_logical_model(world, layout, tied):
     model = small_gpt(tied=tied)

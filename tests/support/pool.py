@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
@@ -265,6 +265,13 @@ def shared_folder() -> Path:
     folders = [tempfile.mkdtemp(prefix="paramp-test-")]
     dist.broadcast_object_list(folders)
     return Path(folders[0])
+
+
+def of_rank_0(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function``, a long reference, returns on rank 0, which alone runs it. Every rank of the world calls this."""
+    values = [function(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def close_pools() -> None:
