@@ -268,7 +268,7 @@ def shared_folder() -> Path:
 
 
 def of_rank_0(function: Callable[..., Any], *args: Any) -> Any:
-    """What ``function``, a long reference, returns on rank 0, which alone runs it. Every rank of the world calls this."""
+    """What ``function`` returns on rank 0, which alone runs it. Every rank of the world calls this."""
     values = [function(*args) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values)
     return values[0]
