@@ -2,39 +2,20 @@
 
 On CUDA autocast widens operators that lose accuracy in half precision to fp32: norms, softmax, exponentials, powers,
 sums, losses. On the CPU it does not: they run in the dtype of their input, so that a model gives different results.
-:func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too.
-
-This is implemented where autocast is, in torch's dispatcher: each of these operators gets a kernel for the CPU's
-autocast key. So it also applies to operators inside other operators, and to forwards that checkpointing recomputes. The
-kernels are there while a context is open, or what :func:`autocast_kernels` returns is kept; outside of
-:func:`widening` they call the default kernel unchanged, so that torch's autocast works as without them. ``rms_norm``,
-which CUDA's table has from torch 2.12 on, gets one for CUDA too where it has none.
-
-``F.grouped_mm``, the products of all experts of a layer, has no kernel for autocast in torch: fp32 weights would be
-multiplied in fp32. It gets one that casts to autocast's dtype, as ``F.linear`` does. So does the operator that
-transformers runs in its place in compiled code and on GPUs older than Ampere.
+:func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too, by
+kernels of paramp's (:mod:`.operators_under_autocast`), which torch has while a context is open, or what
+:func:`autocast_kernels` returns is kept.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
 
 import torch
 
-from ..base.torch_internals import REPLACED, TO_FP32, TO_WIDEST, expect, replace_kernels, take
+from ..base.torch_internals import REPLACED, replace_kernels
 from .modes import Precision
-
-expect("torch._C", "torch.ops.mkldnn")
-
-tree_leaves = take("torch.utils._pytree.tree_leaves")
-tree_map_only = take("torch.utils._pytree.tree_map_only")
-
-KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-"""Autocast's key in the dispatcher, by the type of the device."""
-LSTM = torch.ops.aten.lstm.input
-GROUPED = torch.ops.aten._grouped_mm.default
-_depth = dict.fromkeys(KEYS, 0)
+from .operators_under_autocast import KEYS, depth, narrowed, operator_kernels
 
 
 def autocast_kernels(device_type: str) -> list[torch.library.Library]:
@@ -42,125 +23,12 @@ def autocast_kernels(device_type: str) -> list[torch.library.Library]:
     if device_type not in KEYS:
         return []
     key = KEYS[device_type].name
-    kept = [REPLACED.get(key) or replace_kernels(key, _kernels(device_type))]
+    kept = [REPLACED.get(key) or replace_kernels(key, operator_kernels(device_type))]
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # once transformers has defined it
     if fallback is not None:
-        kernels = {fallback.default: functools.partial(_narrowed, fallback.default, device_type)}
+        kernels = {fallback.default: functools.partial(narrowed, fallback.default, device_type)}
         kept.append(REPLACED.get(f"transformers {key}") or replace_kernels(key, kernels, "transformers"))
     return kept
-
-
-@functools.cache
-def _kernels(device_type: str) -> Mapping[Any, Callable[..., Any]]:
-    """The kernels for grouped products, and for each overload that CUDA's table widens and ``device_type`` does not."""
-    kernels: dict[Any, Callable[..., Any]] = {LSTM: _lstm} if device_type == "cpu" else {}
-    if not _has_kernel(GROUPED, KEYS[device_type]):
-        kernels[GROUPED] = functools.partial(_grouped, device_type)
-    for names, to_wide in ((TO_FP32, _to_fp32), (TO_WIDEST, _to_widest)):
-        for name in names.split():
-            packet = getattr(torch.ops.aten, name)
-            for operator in (getattr(packet, overload) for overload in packet.overloads()):
-                # torch 2.11 lacks that of rms_norm
-                is_widened = name == "rms_norm" or _has_kernel(operator, KEYS["cuda"])
-                if is_widened and not _has_kernel(operator, KEYS[device_type]):
-                    kernels[operator] = functools.partial(_widened, operator, device_type, to_wide)
-    return kernels
-
-
-def _has_kernel(operator: Any, key: torch._C.DispatchKey) -> bool:
-    name = operator.name()
-    # some overloads exist only for TorchScript
-    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
-
-
-def _widened(
-    operator: Any,
-    device_type: str,
-    to_wide: Callable[[Any, str], Any],
-    keys: torch._C.DispatchKeySet,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    autocast, below = _keys(device_type)
-    if not _depth[device_type]:
-        return operator.redispatch(keys & below, *args, **kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(autocast):
-        args, kwargs = to_wide((args, kwargs), device_type)
-        return operator(*args, **kwargs)
-
-
-@functools.cache
-def _keys(device_type: str) -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
-    """Autocast's key on ``device_type``, and all keys after it."""
-    key = KEYS[device_type]
-    return torch._C.DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)
-
-
-def _lstm(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-    """Cast the input of an LSTM before torch selects its implementation, where oneDNN has none in autocast's dtype.
-
-    For an fp32 input torch selects oneDNN's LSTM on CPUs, whose input autocast then casts; but oneDNN cannot train an
-    LSTM in fp16, and in bf16 not on every CPU. For an input in that dtype torch uses operators that work on all.
-    """
-    (autocast, below), dtype = _keys("cpu"), torch.get_autocast_dtype("cpu")
-    if not _depth["cpu"] or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return LSTM.redispatch(keys & below, *args, **kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(autocast):
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda one: one.to(dtype) if one.dtype is torch.float32 else one, (args, kwargs)
-        )
-        return LSTM(*args, **kwargs)
-
-
-def _narrowed(
-    operator: Any, device_type: str, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """``operator`` of tensors in autocast's dtype; as in torch's own products, those in fp64 are not cast."""
-    autocast, below = _keys(device_type)
-    if not _depth[device_type]:
-        return cast(torch.Tensor, operator.redispatch(keys & below, *args, **kwargs))
-    dtype = torch.get_autocast_dtype(device_type)
-
-    def narrow(tensor: torch.Tensor) -> torch.Tensor:
-        is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64 and tensor.device.type == device_type
-        return tensor.to(dtype) if is_cast else tensor
-
-    with torch._C._ExcludeDispatchKeyGuard(autocast):
-        args, kwargs = tree_map_only(torch.Tensor, narrow, (args, kwargs))
-        return cast(torch.Tensor, operator(*args, **kwargs))
-
-
-def _grouped(
-    device_type: str,
-    keys: torch._C.DispatchKeySet,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    *args: Any,
-) -> torch.Tensor:
-    """The grouped product, which leaves the rows behind the last group undefined, in its result and its gradient.
-
-    Here both are zero.
-    """
-    if not _depth[device_type] or offs is None or a.ndim != 2 or b.ndim != 3:
-        return _narrowed(GROUPED, device_type, keys, a, b, offs, *args)
-    behind = (torch.arange(len(a), device=a.device) >= offs[-1])[:, None]
-    product = _narrowed(GROUPED, device_type, keys, a.masked_fill(behind, 0.0), b, offs, *args)
-    return product.masked_fill(behind, 0.0)
-
-
-def _to_fp32(arguments: Any, device_type: str) -> Any:
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        is_low = tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
-        return tensor.float() if is_low else tensor
-
-    return tree_map_only(torch.Tensor, widen, arguments)
-
-
-def _to_widest(arguments: Any, device_type: str) -> Any:
-    """As on CUDA: to fp32 if any of the tensors is fp32; fp64 tensors are not changed."""
-    wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32 for leaf in tree_leaves(arguments))
-    return _to_fp32(arguments, device_type) if wide else arguments
 
 
 @contextmanager
@@ -170,11 +38,11 @@ def widening(precision: Precision, device_type: str) -> Iterator[None]:
     if not kept:
         yield
         return
-    _depth[device_type] += 1
+    depth[device_type] += 1
     try:
         yield
     finally:
-        _depth[device_type] -= 1
+        depth[device_type] -= 1
 
 
 @contextmanager
