@@ -4,6 +4,7 @@ import pytest
 import torch
 from beside_plain import launch_with_compiler as launch
 from beside_plain import randn
+from families import family, rarely
 from pool import on_ranks
 from small_engines import assert_same_tensors, engine_of
 from small_mlp import Block
@@ -77,7 +78,8 @@ def test_a_compiled_model_is_compiled_by_blocks():
     assert_trains_as_plain({}, [whole, blocks, in_place, forwards, twice])
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@family
+@pytest.mark.parametrize("axis", rarely(["tensor", "pipeline"], "pipeline"))
 @on_ranks(2)
 def test_a_compiled_model_is_sharded_and_partitioned(world, axis):
     assert_trains_as_plain({axis: 2}, [blocks, in_place])

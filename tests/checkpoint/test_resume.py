@@ -93,7 +93,7 @@ RESUMED = [
 
 
 @family
-@pytest.mark.parametrize(("layout", "options"), cases("resumed", RESUMED, RESUMED[:4], 1))
+@pytest.mark.parametrize(("layout", "options"), cases("resumed", RESUMED, RESUMED[:3], 1))
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
     went_on, resumed = on(layout, "run_both", tmp_path, **options)
     assert resumed[0] == went_on[0]
@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
 
 
 TARGETS = [layout for layout in LAYOUTS if layout not in ("pp2·tp2", "pp2·dp2 + zero1")]
-PART = {"1", "dp4 + zero1", "pp2·tp2, two stages a rank"}
+PART = {"1", "dp4 + zero1"}
 
 
 @family

@@ -27,9 +27,7 @@ EVERYTHING = [
 ]
 PART = [
     ("sequences: gpt", "cp4", "bf16-naive"),
-    ("sequences: llama, padded", "cp2·tp2", "32-true"),
-    ("sequences: llama, documents", "cp2·pp2", "32-true"),
-    ("sequences: gemma2, padded", "cp2", "32-true"),
+    ("sequences: llama, padded", "cp2", "32-true"),
 ]
 STEPS = number(2, 6)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import PYTHON, ROOT, TORCHRUN, run, succeeded
-from families import family, long
+from families import family, long, rarely
 from pages import blocks, outputs, read
 from pool import run_on_ranks
 from train_app.settings import configure
@@ -186,7 +186,17 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command not in RUN_ELSEWHERE])
+COMMANDS = [command for command in commands() if command not in RUN_ELSEWHERE]
+BY_DEFAULT = [
+    *(command for command in COMMANDS if "--" not in command or "runs/" in command),
+    *("paramp doctor --json", "python launch/train.py --tp 2 --pp 2"),
+    "python launch/prepare_data.py README.md docs --output data/own",
+]
+"""Among them those that write what others read."""
+
+
+@family
+@pytest.mark.parametrize("command", rarely(COMMANDS, *BY_DEFAULT))
 def test_a_command_runs(command, clone):
     words = shlex.split(command)
     if words[0] == "make":
