@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from families import cases, family
+from families import cases, family, rarely
 from pool import on_ranks, run_on_ranks
 from reference import SMALL_MOE, batches, small_moe
 from small_engines import engine_of, own_part
@@ -88,11 +88,12 @@ def test_a_product_by_group_takes_any_sizes_and_groups_without_rows():
     torch.testing.assert_close(found, torch.cat([rows[:3] @ weights[0].T, rows[3:] @ weights[2].T]))
 
 
-def test_compiled_blocks_have_the_gradients_of_others():
+@pytest.mark.parametrize("backend", rarely(["eager", "aot_eager"], "eager"))
+def test_compiled_blocks_have_the_gradients_of_others(backend):
     """torch compiles the product of groups in bf16 only, so that it runs outside of the graphs, which is said."""
     x, y = next(batches(1))
     gradients = []
-    for compiled in (False, {"backend": "eager"}):
+    for compiled in (False, {"backend": backend}):
         with paramp.launch_from_torch({"compile": compiled}):
             model = small_moe()
             engine = engine_of(model, model.loss)

@@ -8,7 +8,7 @@ import torch
 from beside_plain import adamw, benchmarks_common
 from commands import ROOT
 from counting import Operators
-from families import SEED, WHOLE, family, rarely
+from families import SEED, WHOLE, family, number, rarely
 from pages import functions_of
 from pool import on_ranks
 from reference import batches, local, small_gpt
@@ -31,7 +31,9 @@ LAYOUTS = {
 def train(how, parallel, precision):
     config = {"parallel": parallel, "precision": precision, "activation_checkpointing": how}
     with paramp.launch_from_torch(config) as context:
-        engine = engine_of(small_gpt(dropout=0.1, num_layers=4 if "pipeline" in parallel else 2), GPT.loss, adamw)
+        engine = engine_of(
+            small_gpt(dropout=0.1, num_layers=4 if "pipeline" in parallel else number(2, 4)), GPT.loss, adamw
+        )
         losses = []
         for x, y in batches(2, size=4, seed=context.dp.rank):
             losses.append(engine.forward_backward(x, y).item())

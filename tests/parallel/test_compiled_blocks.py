@@ -12,7 +12,7 @@ from beside_plain import launch_with_compiler as launch
 from beside_plain import seeded
 from compiler import needs_compiler
 from families import cases as chosen
-from families import family
+from families import family, number
 from matrix import LAYOUTS, MODES, from_small_scale
 from pool import on_ranks, run_on_ranks
 from reference import allowed_units, assert_losses_follow, batches, small_gpt, train_engine, units_apart
@@ -124,7 +124,7 @@ def losses_of(config):
     with launch(config | {"parallel": {"tensor": 2}}):
         engine = gpt_engine(small_gpt(num_layers=NUM_BLOCKS, dropout=0.1))
         losses = []
-        for seed in range(2):
+        for seed in range(number(2, 3)):
             losses.append(engine.forward_backward(*batch(seed)).item())
             engine.step()
         return losses
@@ -151,7 +151,7 @@ def test_dropout_over_tensor_ranks_breaks_the_graph_or_runs_eagerly_and_says_so(
 
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
-    counting("eager")
+    counting()
     with launch({"precision": "fp8-mixed", **COUNTED}):
         engine = gpt_engine(criterion=lambda output, _: output.sum())
         for factor, overflow in ((1.0, False), (float("inf"), True), (1.0, False)):

@@ -172,11 +172,14 @@ def gradients_in_fp64(world, kind, method, size):
             assert (way - gradient).norm() <= 1e-12 * max(float(gradient.norm()), least), name
 
 
-@pytest.mark.parametrize("kind", rarely(("GPT", "Llama", "packed"), "packed"))
+QUICK, AOT = {"backend": "eager", "dynamic": False}, {"backend": "aot_eager"}
+COMPILED = [("packed", QUICK), *((kind, AOT) for kind in ("GPT", "Llama", "packed"))]
+
+
+@pytest.mark.parametrize(("kind", "compiler"), rarely(COMPILED, COMPILED[0]))
 @on_ranks(2)
-def test_compiled_blocks_attend_over_whole_sequences(world, kind):
+def test_compiled_blocks_attend_over_whole_sequences(world, kind, compiler):
     """Attention runs between their graphs, also in the trial, whose attention is that of one process."""
-    compiler = {"backend": "eager", "dynamic": False}
     config = {"parallel": {"context": 2}, "compile": compiler, "clip_grad_norm": 1e9}
     with paramp.launch_from_torch(config) as context:
         with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,7 @@ import mixtures
 import pytest
 import torch
 from beside_plain import train_both
-from families import rarely
+from families import number, rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import batches
 from small_engines import engine_of, own_part
@@ -99,7 +99,7 @@ def follows(world, name, layout):
     start = {key: value.clone() for key, value in plain.state_dict().items()}
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
         engine = initialize(name, adapted(name))
-        train_both(context, engine, plain, batches(3), loss_for(name), adamw, atol=2e-5)
+        train_both(context, engine, plain, batches(number(3, 5)), loss_for(name), adamw, atol=2e-5)
         trained = {key for key, parameter in plain.named_parameters() if parameter.requires_grad}
         for key, value in engine.full_state_dict().items():
             assert torch.equal(value, start[key]) == (key not in trained), key
