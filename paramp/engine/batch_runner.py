@@ -1,30 +1,161 @@
-"""Runs batches of a data rank in microbatches, with a pipeline or without."""
+"""Runs batches of a data rank in microbatches, with a pipeline or without, through the checked criterion."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 
+from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.observer_spans import Observer, begin_call, span
 from ..base.trees import map_tensors
+from ..distributed.context import ParallelContext
+from ..distributed.numerics_protocol import Numerics
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
+from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
-from .compute_context import CheckedCriterion
+from ..precision.compute_context import ComputeContext, moved
+from .loss_counts import Criterion, Loss, as_count
+from .model_plan import sequence_axis
 from .window import AccumulationWindow, LossTotals, WindowLosses
 
 if TYPE_CHECKING:
+    from ..parallel.context_axis.sequence_axis import SequenceAxis
     from ..pipeline.pipeline import Pipeline
 
+OwnLoss = Callable[[Any, Batch], Loss | None]
+"""The loss in a model's output for a microbatch; None if it has none."""
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 """Maps the model's output for a microbatch to the 0-dim tensor that its backward starts from."""
 Seen = list[tuple[Any, Any]]
 """The detached output and the target of each microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext(ComputeContext):
+    """The compute context of an engine, whose functions, sequences and vocabularies follow its layout."""
+
+    numerics: Numerics
+    sequences: SequenceAxis | None
+    """The context axis, over which attention goes and outputs are joined; None: sequences are whole."""
+    sharded: bool
+    """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
+
+    @staticmethod
+    def of(context: ParallelContext, numerics: Numerics) -> EngineContext:
+        """The context of an engine in ``context``."""
+        config = context.config
+        return EngineContext(
+            config.precision,
+            context.device,
+            config.emulate_fp16,
+            numerics=numerics,
+            sequences=sequence_axis(context, numerics),
+            sharded=context.tensor_axis.size > 1,
+        )
+
+    @contextmanager
+    def enter(self, *, autocast: bool = False) -> Iterator[None]:
+        inside = self.numerics if self.sequences is None else self.sequences
+        with super().enter(autocast=autocast), inside.computing():
+            yield
+
+    def joined(self, output: Any, batch: Batch) -> Any:
+        """The ``output`` for ``batch``, with the tokens of all ranks of the context axis."""
+        return output if self.sequences is None else self.sequences.joined(output, batch)
+
+    def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
+        """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
+        if not self.sharded:
+            return nullcontext()
+        # This imports DTensor, which other layouts do not need.
+        from ..parallel.tensor.sharded_loss import vocab_parallel_loss
+
+        return vocab_parallel_loss(others=not in_model, computes=not self.numerics.computes_cross_entropy)
+
+
+class CheckedCriterion:
+    """The user's criterion, else the model's own loss, with checks of the losses, in the context ``compute``."""
+
+    def __init__(self, criterion: Criterion | None, own_loss: OwnLoss, compute: EngineContext) -> None:
+        self._criterion = criterion
+        self._own_loss = own_loss
+        self.compute = compute
+        self._found: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether ``initialize`` got a criterion."""
+        return self._criterion is not None
+
+    def of(self, output: Any, microbatch: Batch) -> Loss:
+        """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
+        if self._criterion is not None:
+            output = self.compute.joined(output, microbatch)
+            return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
+        return _found(self._own_loss(output, microbatch))
+
+    def find_count(self, output: Any, batch: Batch) -> None:
+        """Remember the count of the model's own loss in ``output``, for :meth:`counted`; not the loss."""
+        loss, self._found = loss_in(output), None
+        if self._criterion is None and isinstance(loss, torch.Tensor):
+            counted = self._own_loss(output, batch)
+            if isinstance(counted, tuple):
+                self._found = ref(loss), counted[1]
+
+    def counted(self, loss: Any) -> Any:
+        """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""
+        if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
+            return loss
+        count = self._found[1]
+        return loss * count.to(loss.device).clamp(min=1), count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Loss:
+        """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
+
+        Tensors in ``args`` and ``kwargs`` are moved to the device.
+
+        Raises:
+            ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
+        """
+        if self._criterion is None:
+            return _found(self.counted(loss_in(args[0] if args else None)))
+        args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
+        with self.compute.sharded_loss():
+            return _checked(self._criterion(*args, **kwargs))
+
+
+def _found(loss: Any) -> Loss:
+    """The model's own ``loss``, as :func:`_checked` returns it; a ValueError if it is None."""
+    if loss is None:
+        raise ValueError(
+            "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
+            "or return a mapping or dataclass with a loss"
+        )
+    return _checked(loss)
+
+
+def _checked(loss: Any) -> Loss:
+    """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``.
+
+    A count that is no number stays as it is, for :class:`CountUnit` to raise.
+    """
+    parts, expected = ([*loss], 2) if isinstance(loss, (tuple, list)) else ([loss], 1)
+    if len(parts) != expected or not isinstance(parts[0], torch.Tensor) or parts[0].numel() != 1:
+        raise ValueError(
+            "criterion: expected a tensor of one element, or (sum, count) of two, got "
+            + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
+        )
+    is_plain = type(parts[0]) is torch.Tensor and not parts[0].ndim
+    value = parts[0] if is_plain else full_tensor(parts[0]).reshape(())
+    return (value, as_count(full_tensor(parts[1]))) if expected == 2 else value
 
 
 class BatchRunner:

@@ -31,8 +31,9 @@ from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
 from ..scaling.overflow_report import OverflowReport
-from .compute_context import CheckedCriterion, ComputeContext, Criterion, Loss, OwnLoss
+from .batch_runner import CheckedCriterion, EngineContext, OwnLoss
 from .loop_runner import LoopRunner
+from .loss_counts import Criterion, Loss
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
@@ -108,8 +109,7 @@ class Engine:
         window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
         self._counters = StepCounters(device)
         weights.numerics.connect(stages, params, losses, batches, self._counters.read)
-        compute = ComputeContext.in_layout(context, weights.numerics)
-        checked = CheckedCriterion(criterion, own_loss, compute)
+        checked = CheckedCriterion(criterion, own_loss, EngineContext.of(context, weights.numerics))
         self._runner = LoopRunner(stages, weights, checked, losses, window, self.observers)
         self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)

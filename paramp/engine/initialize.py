@@ -31,9 +31,9 @@ from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
-from .compute_context import Criterion
 from .engine import Engine
 from .local_model import LocalModel, make_local
+from .loss_counts import Criterion
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_plan import ModelPlan, plan_model
 from .state.model_tensors import ParamChunks

@@ -16,8 +16,8 @@ from ..observe.overflow_trace import Tracer
 from ..parallel.batch_outputs import broadcast_tree, join
 from ..parallel.batches import Batch
 from .batch_runner import BatchRunner, Seen, no_loss
-from .compute_context import Loss
 from .evaluation import evaluation_mode, is_loader, run_loader
+from .loss_counts import Loss
 from .shared_failure import SharedFailure
 from .window import LossTotals
 

@@ -30,6 +30,9 @@ from ..base.collectives import all_reduce_
 from ..base.errors import shown
 from ..distributed.context import ParallelContext
 
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The mean over a microbatch, or ``(sum, count)``."""
+Criterion = Callable[..., Loss]
 SPREAD = 64.0
 """What the counts of the microbatches of a window may differ by without changing its unit."""
 LARGEST_COUNT = 2.0**53

@@ -21,10 +21,11 @@ from ..parallel.model_families import UserPlan, adapter_for, is_of_experts, slic
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
 from ..precision.experts import check_grouped_products
 from ..precision.float8_layers import Choice, choose_layers
-from .compute_context import sequence_axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from ..parallel.context_axis.sequence_axis import SequenceAxis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +112,13 @@ def plan_model(
         initial_values=initial_values,
         own_loss=own_loss,
     )
+
+
+def sequence_axis(context: ParallelContext, numerics: Numerics) -> SequenceAxis | None:
+    """How sequences are cut in ``context``; None: they are whole."""
+    axis: SequenceAxis | None = numerics.sequence_axis()
+    if axis is None and context.cp.size > 1:
+        from ..parallel.context_axis.sequence_axis import SequenceAxis
+
+        axis = SequenceAxis(context.cp, context.device, context.config.parallel.context.method)
+    return axis

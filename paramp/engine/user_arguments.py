@@ -16,9 +16,9 @@ from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.context import DATA_ROLES, ParallelContext, get_context
 from ..parallel.compiled_blocks import check_compiler
 from ..precision.capabilities import find_library
+from ..precision.compute_context import ComputeContext
 from ..precision.float8_layers import check_checkpointing
 from ..precision.modes import Precision
-from .compute_context import ComputeContext
 
 EMULATED = (
     "compile: {!r} computes fp16 products in fp32 on this CPU, operator by operator, which compiled code "
@@ -110,7 +110,7 @@ def plain_model(
         replace(config, compile=True)  # raises if the layout does not go with it
     options = config.compile_options if config.compile_options is not None else options
     check_compiler(options, context)
-    if options is not None and ComputeContext.in_layout(context).emulate:
+    if options is not None and ComputeContext(config.precision, context.device, config.emulate_fp16).emulate:
         if context.is_main:
             warnings.warn(EMULATED.format(config.precision.name), stacklevel=3)
         return model, None

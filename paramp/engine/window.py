@@ -27,8 +27,7 @@ from ..parallel.batches import Batch
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
 from . import user_backward
-from .compute_context import Loss
-from .loss_counts import CountUnit
+from .loss_counts import CountUnit, Loss
 from .shared_failure import SAME_KIND, SharedFailure
 from .unstepped_batches import BY_HAND, CHANGED, UnsteppedBatches
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.errors import ConfigError, shown
-from ..engine.compute_context import ComputeContext
+from ..precision.compute_context import ComputeContext
 from ..precision.experts import keep_routers_wide
 from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling

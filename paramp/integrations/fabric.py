@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..precision.autocast import to_outputs
+from ..precision.compute_context import to_outputs
 from .lightning_precision import LightningPrecision, map_tensors
 
 

@@ -21,9 +21,8 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
 from ..distributed.launcher_env import mpi_place
-from ..engine.compute_context import ComputeContext
 from ..parallel.materialize import stored_as
-from ..precision.autocast import default_dtype, to_compute
+from ..precision.compute_context import ComputeContext, default_dtype, to_compute
 from ..precision.experts import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
 from .logical_gradient import logical_parameter

@@ -28,7 +28,7 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, carry_over, shallow_copy, stored_dtype
 from ..distributed.context import current_context
 from ..distributed.rng import cpu_seeds, derive_seed
-from ..precision.autocast import default_dtype
+from ..precision.compute_context import default_dtype
 from ..precision.modes import Mode, Precision
 
 

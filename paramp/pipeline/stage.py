@@ -21,7 +21,7 @@ from ..base.errors import ConfigError
 from ..base.trees import map_tensors
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.shape_errors import explanation
-from ..precision.autocast import computing, to_compute, to_outputs
+from ..precision.compute_context import computing, to_compute, to_outputs
 from ..precision.modes import Precision
 from .joined_stages import Joined
 from .stage_output import StageOutput

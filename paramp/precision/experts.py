@@ -10,8 +10,8 @@ It covers the routers of transformers, torchtitan and paramp, by the names of th
 does, unless its own forward leaves autocast.
 
 The products of experts follow the mode as those of linear layers do: ``F.grouped_mm`` by its kernel for autocast
-(:mod:`paramp.precision.autocast`), ``torch.bmm`` and ``F.linear`` by torch's. Neither torchao nor Transformer Engine
-has float8 layers for them here, so that in float8 modes they compute in the mode's other dtype, and are named.
+(:mod:`.compute_context`), ``torch.bmm`` and ``F.linear`` by torch's. Neither torchao nor Transformer Engine has float8
+layers for them here, so that in float8 modes they compute in the mode's other dtype, and are named.
 """
 
 from __future__ import annotations

@@ -65,16 +65,13 @@ _thread = _Thread()
 
 
 @contextmanager
-def emulate_fp16(enabled: bool = True) -> Iterator[None]:
+def emulate_fp16() -> Iterator[None]:
     """A context in which products of fp16 tensors on the CPU are computed in fp32 and rounded to fp16.
 
     It is one of this thread; the backward has to run inside it too. What autograd computes in threads of its own, as
     below 60 nested backwards, is torch's. Other dtypes and devices are not changed.
     """
-    kept = fp16_kernels() if enabled else None
-    if kept is None:
-        yield
-        return
+    _ = fp16_kernels()  # kept while the context is open
     depth = _thread.depth  # of the thread that enters: a generator may be closed in another one
     depth[0] += 1
     try:

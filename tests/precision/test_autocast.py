@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paramp
-from paramp.precision import autocast
-from paramp.precision.autocast import computing
+from paramp.precision import compute_context
+from paramp.precision.compute_context import computing
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
 from paramp.precision.modes import PRESETS
 
@@ -53,7 +53,7 @@ def test_a_gpu_has_the_same_list(call):
     """On tensors without values, which need no GPU. torch 2.11's own autocast leaves rms_norm out."""
     torch.set_autocast_enabled("cuda", True)
     try:
-        with FakeTensorMode(), torch.no_grad(), autocast.widening(PRESETS["bf16-mixed"], "cuda"):
+        with FakeTensorMode(), torch.no_grad(), compute_context.widening(PRESETS["bf16-mixed"], "cuda"):
             x = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
             assert CALLS[call](x).dtype is torch.float32
     finally:
@@ -143,7 +143,7 @@ def test_plain_autocast_is_as_it_was():
     with computing(PRESETS["bf16-mixed"], "cpu"):
         x = torch.randn(4, 8)
         assert torch.tensordot(x, x, ([1], [1])).dtype is torch.float32  # as on CUDA
-    kept = autocast.autocast_kernels("cpu")
+    kept = compute_context.autocast_kernels("cpu")
     actual = plain_autocast()
     assert has_replaced() == [bool(kept), False]
     assert {name: value.dtype for name, value in actual.items()} == {

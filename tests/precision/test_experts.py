@@ -11,7 +11,7 @@ from mixtures import BACKENDS, FAMILIES, FEATURES, NUM_EXPERTS, SIZES, Products,
 from pool import on_ranks
 
 import paramp
-from paramp.precision.autocast import autocast_kernels, computing
+from paramp.precision.compute_context import autocast_kernels, computing
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
 from paramp.precision.modes import PRESETS
 

@@ -24,8 +24,8 @@ from paramp.base.optional_packages import PackageStatus, find_transformer_engine
 from paramp.parallel.tensor.linear import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor.styles import STYLES
-from paramp.precision.autocast import computing
 from paramp.precision.capabilities import find_library
+from paramp.precision.compute_context import computing
 from paramp.precision.float8 import convert
 from paramp.precision.float8_layers import choose_layers
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
@@ -179,7 +179,7 @@ def test_products_are_those_of_rounded_operands(name, weights, compute, recipe):
     x = torch.randn(2, 8, 32).to(compute).requires_grad_()
     gradient = torch.randn(2, 8, 48).to(compute)
     layer = convert(layer, precision, CPU)
-    with emulate_fp16(compute is torch.float16):
+    with emulate_fp16() if compute is torch.float16 else contextlib.nullcontext():
         with computing(precision, "cpu"):
             y = layer(x)
         y.backward(gradient)

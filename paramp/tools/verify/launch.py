@@ -27,9 +27,9 @@ from ...distributed.context import ParallelContext
 from ...distributed.error_report import report_failure
 from ...distributed.launchers import launch_from_environment
 from ...distributed.local_launcher import start_processes
-from ...engine.compute_context import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
+from ...engine.loss_counts import Criterion
 from ...parallel.batches import Batch
 from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
 from .compare import NUM_PERTURBED, compare, rounding

@@ -25,7 +25,7 @@ from ...parallel.huggingface.model_output import main_output
 from .options import Options, check_target
 
 if TYPE_CHECKING:
-    from ...engine.compute_context import Criterion
+    from ...engine.loss_counts import Criterion
 
 expect("torch.nn.modules.dropout._DropoutNd")
 

@@ -16,7 +16,7 @@ from torch import nn
 from ....base.module_surgery import cast_parameters
 from ....base.torch_internals import take
 from ....base.trees import children, rebuilt
-from ....engine.compute_context import ComputeContext
+from ....precision.compute_context import ComputeContext
 from ....precision.modes import Precision
 from .errors import AmpError
 from .session import state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....engine.compute_context import ComputeContext
+from ....precision.compute_context import ComputeContext
 from .errors import AmpError
 from .optimizers import ApexOptimizer
 from .session import LossScaler, Session, state

@@ -15,18 +15,21 @@ converted model in ``DistributedDataParallel``, or average the gradients before 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ....base.dtensor import is_dtensor
 from ....base.errors import ConfigError
 from ....base.module_surgery import names_by_parameter
 from ....distributed.context import current_context
-from ....engine.compute_context import ComputeContext
 from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
+from ....parallel.tensor.sharded_loss import vocab_parallel_loss
 from ....pipeline.stage import Stage
+from ....precision.compute_context import ComputeContext
 from ....precision.experts import keep_routers_wide
 from ....precision.modes import Precision
 from ...foreign_names import AMP_TYPE
@@ -61,14 +64,17 @@ class AmpModel(Stage):
 class AmpCriterion(nn.Module):
     """The criterion :attr:`loss`, computed as the model is: under autocast, if the mode has one."""
 
-    def __init__(self, loss: Callable[..., Any], compute: ComputeContext) -> None:
+    def __init__(self, loss: Callable[..., Any], compute: ComputeContext, *, sharded: bool) -> None:
+        """``sharded``: parameters of the model are DTensors, so that the vocabulary of the logits may be sharded."""
         super().__init__()
         self.loss = loss
         self._compute = compute
+        self._sharded = sharded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The criterion's loss."""
-        with self._compute.enter(autocast=self._compute.precision.autocast), self._compute.sharded_loss():
+        vocabulary = vocab_parallel_loss() if self._sharded else nullcontext()
+        with self._compute.enter(autocast=self._compute.precision.autocast), vocabulary:
             return self.loss(*args, **kwargs)
 
 
@@ -99,13 +105,13 @@ def convert_to_amp(
     _check_arguments(model, optimizer, criterion, precision)
     names_of = names_by_parameter(model)
     check_optimizer(optimizer, names_of)
-    compute = ComputeContext.of(model, precision)
+    compute, sharded = _compute_context(model, precision), any(map(is_dtensor, model.parameters()))
     weights = Weights(model, precision)
     check_elementwise(optimizer, weights)
     keep_routers_wide(model, precision)
     repoint(optimizer, names_of, weights)
     warn_of_eps(optimizer)
-    wrapped = None if criterion is None else AmpCriterion(criterion, compute)
+    wrapped = None if criterion is None else AmpCriterion(criterion, compute, sharded=sharded)
     return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped
 
 
@@ -146,6 +152,14 @@ def _parse(mode: Mode, amp_config: Options | None) -> Precision:
     # The options of an AMP_TYPE have their own defaults; the name of a mode has none.
     has_options = options or isinstance(mode, AMP_TYPE)
     return Precision.parse({**options, "mode": mode} if has_options else mode)
+
+
+def _compute_context(model: nn.Module, precision: Precision) -> ComputeContext:
+    """That of ``model``, on the device of its first parameter, with the current ``emulate_fp16``."""
+    context = current_context()
+    first = next(model.parameters(), None)
+    device = first.device if first is not None else context.device if context else torch.device("cpu")
+    return ComputeContext(precision, device, context.config.emulate_fp16 if context else "auto")
 
 
 def _check_arguments(model: Any, optimizer: Any, criterion: Any, precision: Precision) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from ....base.dtensor import is_dtensor
 from ....base.torch_internals import expect
 from ....distributed.context import current_context
-from ....engine.compute_context import ComputeContext
 from ....engine.step import StepResult
 from ....optim.user_optimizer import StepGuard
+from ....precision.compute_context import ComputeContext
 from ....scaling.decision import clip_coefficient
 from ....scaling.grad_norm import norm_weight, positive, total_norm
 from ....scaling.gradient_placements import complete_and_check, unscale_and_check_

@@ -1,21 +1,68 @@
-"""torch's autocast, with norms and softmax in the same dtype on the CPU as on CUDA, and products of experts in half.
+"""The context in which a model computes in a mode: autocast, the default dtype, and emulated fp16 products on a CPU.
 
 On CUDA autocast widens operators that lose accuracy in half precision to fp32: norms, softmax, exponentials, powers,
 sums, losses. On the CPU it does not: they run in the dtype of their input, so that a model gives different results.
-:func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too, by
-kernels of paramp's (:mod:`.operators_under_autocast`), which torch has while a context is open, or what
-:func:`autocast_kernels` returns is kept.
+:func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too, and
+products of experts in half, by kernels of paramp's (:mod:`.operators_under_autocast`), which torch has while a context
+is open, or what :func:`autocast_kernels` returns is kept. CPUs without fp16 arithmetic compute products of fp16 in fp32
+(:mod:`.fp16_emulation_cpu`).
 """
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from ..base.torch_internals import REPLACED, replace_kernels
+from .capabilities import has_native_fp16
+from .fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from .modes import Precision
 from .operators_under_autocast import KEYS, depth, narrowed, operator_kernels
+
+
+@dataclass(frozen=True)
+class ComputeContext:
+    """The compute context of one model on one device: of forward, criterion and backward."""
+
+    precision: Precision
+    device: torch.device
+    emulation: bool | Literal["auto"] | None = "auto"
+    """``emulate_fp16`` of the configuration. ``"auto"`` or None: if the device has no fp16 arithmetic."""
+
+    @functools.cached_property
+    def emulate(self) -> bool:
+        """Whether fp16 products are computed in fp32 and rounded."""
+        if self.precision.compute is not torch.float16:
+            return False
+        return not has_native_fp16(self.device) if self.emulation in ("auto", None) else bool(self.emulation)
+
+    @functools.cached_property
+    def kernels(self) -> list[torch.library.Library]:
+        """What replaces kernels of torch in :meth:`enter`: kept from the first one on, as long as this object is."""
+        cast = autocast_kernels(self.device.type) if self.precision.autocast else []
+        return [*cast, fp16_kernels()] if self.emulate else cast
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: not the kernels, which cannot be copied."""
+        return {name: value for name, value in vars(self).items() if name != "kernels"}
+
+    @contextmanager
+    def enter(self, *, autocast: bool = False) -> Iterator[None]:
+        """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
+
+        With ``autocast``, for a forward: also autocast and the default dtype, if the mode has them.
+        """
+        # The backward needs the widening too, because checkpointing recomputes forwards in it.
+        compute = computing if autocast else widening
+        emulation = emulate_fp16() if self.emulate else nullcontext()
+        _ = self.kernels
+        with emulation, compute(self.precision, self.device.type):
+            yield
 
 
 def autocast_kernels(device_type: str) -> list[torch.library.Library]:
