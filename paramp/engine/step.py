@@ -23,7 +23,7 @@ from ..scaling.loss_scaler import DistributedGradScaler
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
 from .state.weight_averages import WeightAverages
-from .step_checks import absent_everywhere, warn_of_schedule, warn_of_vanished_gradient
+from .step_checks import Presence, warn_of_schedule, warn_of_vanished_gradient
 from .window import AccumulationWindow, WindowLosses
 
 
@@ -165,7 +165,7 @@ class OptimizerStep:
         self._optimizers = [one.optimizer for one in weights.by_optimizer]
         self._changes, self._gradients = weights.changes, weights.gradients
         self._norm_power = weights.numerics.norm_power
-        self._first_names = params.first_names
+        self._presence = Presence(self._gradients.params, params.first_names, context)
         self._scaler, self._losses, self._window = scaler, losses, window
         self._failure, self.counters = failure, counters
         self.averages: WeightAverages | None = None
@@ -227,16 +227,15 @@ class OptimizerStep:
         ``found_inf``: what :meth:`FlatGradients.complete` returned.
         """
         changed = self._changes.look() if self._changes.watches else self._unchanged
-        # Ranks with other parts of the batch or of the model may have gradients for other parameters.
         is_shared = self._context.world_size > 1
-        presence = [self._gradients.presence(self._first_names)] if is_shared else []
+        presence = [self._presence.here(self._gradients.absent)] if is_shared else []
         control = torch.cat([self._findings(found_inf), self._losses.findings(), *presence, changed])
         if is_shared:
             all_reduce_(control)
-        absent = self._gradients.absent()
+        absent = self._gradients.absent
         # The host waits for the numbers only if they matter: tensor ranks alone differ only in what is frozen.
         if is_shared and any(self._differ or not param.parameter.requires_grad for param in absent):
-            absent = absent_everywhere(absent, control[NUM_SUMS:-1], self._first_names, self._context)
+            absent = self._presence.absent_everywhere(absent, control[NUM_SUMS:-1])
         max_norm = self._context.config.clip_grad_norm
         decision = decide(control[:NUM_SUMS], scale, self._losses.size, self._window.mean_factor, max_norm)
         if self._failure.is_shared:
@@ -251,9 +250,11 @@ class OptimizerStep:
         """This rank's terms of the flag, the gradient's sum of squares and its number of zeros; float64, 3 elements."""
         zeros = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._context.config.precision.log_num_zeros:
-            zeros = count_zeros(*self._gradients.for_zero_count(), self._device)
+            stepped = [param for param in self._gradients.params if param.own[0] < param.own[1]]  # without padding
+            norm_weights = [param.norm_weight for param in stepped]
+            zeros = count_zeros([param.stepped_gradient for param in stepped], norm_weights, self._device)
         sums = None if self._sums is None or is_in_torch_dispatch_mode() else self._sums
-        squares = self._norm_power(*self._gradients.for_norm(), 2.0, self._device, sums)
+        squares = self._norm_power(*self._gradients.for_norm, 2.0, self._device, sums)
         return torch.stack([found_inf.double(), squares, zeros])
 
     def _record(self, decision: StepDecision) -> StepResult:

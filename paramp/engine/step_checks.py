@@ -11,26 +11,46 @@ from ..distributed.context import ParallelContext
 from ..optim.flat_buffer import FlatParam
 
 
-def absent_everywhere(
-    absent: Sequence[FlatParam], num_present: torch.Tensor, first_names: Mapping[str, str], context: ParallelContext
-) -> list[FlatParam]:
-    """The parameters of ``absent``, without a gradient on this rank, that have none on any rank.
+class Presence:
+    """Which parameters of the whole model have a gradient, on this rank and on any; they go by their first names.
 
-    ``num_present``, 1-dim float64: the number of ranks with a gradient for each parameter of the whole model.
-
-    Raises:
-        RuntimeError: one of the others does not require a gradient here: this rank would add nothing to its gradient.
+    Ranks with other parts of the batch or of the model may have gradients for other parameters, and copies of a tied
+    parameter have different names.
     """
-    present = dict(zip(dict.fromkeys(first_names.values()), num_present.tolist(), strict=True))
-    found = [param for param in absent if present[first_names[param.name]]]
-    frozen = [repr(param.name) for param in found if not param.parameter.requires_grad]
-    if frozen:
-        raise RuntimeError(
-            f"step(): {', '.join(frozen[:3])}{' ...' * (len(frozen) > 3)} on {context.name_of(context.rank)} does not "
-            "require a gradient, but has one on another rank: requires_grad was changed after initialize on some ranks "
-            "only; change it on every rank alike"
-        )
-    return [param for param in absent if param not in found]
+
+    def __init__(self, params: Sequence[FlatParam], first_names: Mapping[str, str], context: ParallelContext) -> None:
+        """``params``: this rank's; ``first_names``: for each name in the whole model, the parameter's first."""
+        self._params, self._first_names, self._context = params, first_names, context
+        self._here: tuple[tuple[str, ...], torch.Tensor] | None = None
+
+    def here(self, absent: Sequence[FlatParam]) -> torch.Tensor:
+        """1 for each parameter of the whole model that has a gradient on this rank, else 0; 1-dim float64.
+
+        ``absent``: this rank's without a gradient.
+        """
+        key = tuple(param.name for param in absent)
+        if self._here is None or self._here[0] != key:  # cached: a copy to a GPU synchronises
+            have = {self._first_names[param.name] for param in self._params if param.name not in set(key)}
+            values = torch.tensor([float(name in have) for name in dict.fromkeys(self._first_names.values())]).double()
+            self._here = key, values.to(self._context.device)
+        return self._here[1]
+
+    def absent_everywhere(self, absent: Sequence[FlatParam], num_present: torch.Tensor) -> list[FlatParam]:
+        """The parameters of ``absent`` that have no gradient on any rank; ``num_present``: the sum of :meth:`here`.
+
+        Raises:
+            RuntimeError: one of the others does not require a gradient here: this rank would add nothing to it.
+        """
+        present = dict(zip(dict.fromkeys(self._first_names.values()), num_present.tolist(), strict=True))
+        found = [param for param in absent if present[self._first_names[param.name]]]
+        frozen = [repr(param.name) for param in found if not param.parameter.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"step(): {', '.join(frozen[:3])}{' ...' * (len(frozen) > 3)} on "
+                f"{self._context.name_of(self._context.rank)} does not require a gradient, but has one on another "
+                "rank: requires_grad was changed after initialize on some ranks only; change it on every rank alike"
+            )
+        return [param for param in absent if param not in found]
 
 
 def warn_of_vanished_gradient(num_steps: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:

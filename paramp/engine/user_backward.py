@@ -50,7 +50,12 @@ class ForeignBackward:
 
     def _notice(self, _: torch.Tensor) -> None:
         if not self._in_ours and not self.handles:
-            self.handles = self._gradients.on_accumulation(self._notice_gradient)
+            units, call = self._gradients.reduction.units, self._notice_gradient
+            if units is not None:
+                self.handles = [units.on_gradient(call)]
+            else:
+                parameters = self._gradients.parameters
+                self.handles = [one.register_post_accumulate_grad_hook(call).remove for one in parameters]
 
     def _notice_gradient(self, _: torch.Tensor) -> None:
         self.accumulated = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
 from ..base.user_values import user_path
 from ..distributed.context import ParallelContext
+from ..optim.flat_gradients import FlatGradients
 from ..optim.flat_weights import FlatWeights
 from ..scaling.grad_norm import norm_weight
 from .loops_without_engine import agreed_context, checked_scale
@@ -107,7 +108,25 @@ class GradientHistogram:
 @torch.no_grad()
 def histogram_of(weights: FlatWeights, scale: float, dtype: torch.dtype) -> GradientHistogram:
     """The histogram of the gradients of ``weights``, which carry the loss scale ``scale``. A world collective."""
-    return _summed(weights.gradients.before_reduction(), weights.device, scale, dtype)
+    return _summed(_before_reduction(weights.gradients), weights.device, scale, dtype)
+
+
+def _before_reduction(gradients: FlatGradients) -> Iterator[tuple[torch.Tensor, float]]:
+    """Each gradient that this rank has before a step, unreduced, and its norm weight.
+
+    In sums over the world each element of the logical model counts once: as the average over data ranks, or under
+    ZeRO with the value on the rank that steps it.
+    """
+    elsewhere = gradients.reduction.begin_look()
+    for param in gradients.params:
+        gradient = param.parameter.grad
+        if gradient is not param.gradient:
+            if gradient is not None and gradient.numel():  # it may have as many elements as the whole parameter
+                num_parts = param.buffer.num_parts
+                yield gradient, param.norm_weight / num_parts * param.size / local(gradient).numel()
+        elif param.version != gradients.zeros[param] and param.own[0] < param.own[1]:
+            yield param.stepped_gradient, param.norm_weight
+    yield from elsewhere
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class ReduceScatter(GradientReduction):
     def begin_last_backward(self) -> None:
         """From here on, reduce buffers as they become complete."""
         # Not in the first window, which finds the gradients whose placements differ from their parameters'.
-        if not self._gradients.knows_placements:
+        if self._gradients.outside.hooks:
             return
         self._overlappable = [buffer for buffer in self._buffers if not any(map(self._completes_late, buffer.params))]
         self._waiting = {buffer: set(buffer.params) for buffer in self._buffers}
@@ -128,7 +128,7 @@ class ReduceScatter(GradientReduction):
         del self._next[: len(complete)]
 
     def _start_overlapped(self, buffers: Sequence[Buffer]) -> None:
-        self._gradients.take_back(param for buffer in buffers for param in buffer.params)
+        self._gradients.outside.take_back(param for buffer in buffers for param in buffer.params)
         self._start(buffers)
 
     def _start(self, buffers: Iterable[Buffer]) -> None:
