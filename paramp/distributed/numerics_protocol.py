@@ -79,10 +79,8 @@ class Numerics:
         """The class of what sums gradients over data ranks; ``default`` is that for the layout."""
         return default
 
-    def connect(
-        self, stages: Any, params: Any, losses: Any, batches: Any, step_counts: Callable[[], list[int]]
-    ) -> None:
-        """The parts of an engine are there: its stages, parameters, losses and batches of a window."""
+    def connect(self, stages: Any, params: Any, window: Any, step_counts: Callable[[], list[int]]) -> None:
+        """The parts of an engine are there: its stages, parameters, and accumulation window with its losses."""
 
     def computing(self) -> AbstractContextManager[Any]:
         """A context for forwards, criteria and backwards."""

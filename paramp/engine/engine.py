@@ -24,9 +24,9 @@ from ..config.schema import Config
 from ..distributed.rank_progress import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_diagnosis import diagnose_overflow, divergence
-from ..observe.overflow_record import WindowRecord
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
+from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
@@ -98,24 +98,24 @@ class Engine:
         self.before_step: list[Callable[[], None]] = []
         self.weights_changed = weights.changes.announce
         self._stages, self._params, self._weights = stages, params, weights
-        batches = WindowRecord(stages, device)
-        for counts in batches.counts:
-            counts.by_labels = criterion is None
-        waits = context.config.parallel.data_ranks_wait or bool(batches.counts)
+        counts = token_counts(stages)
+        for one in counts:
+            one.by_labels = criterion is None
+        waits = context.config.parallel.data_ranks_wait or bool(counts)
         self._failure = SharedFailure(context, data_ranks_wait=waits)
         weights.gradients.overflow, weights.gradients.fail = overflow, self._failure.record
         losses = self._losses = WindowLosses(self.scaler, self._failure, weights.numerics, context)
         losses.unit.sum_over_data_ = stages.sum_for_loss_ or losses.unit.sum_over_data_
-        window = self._window = AccumulationWindow(weights.gradients, losses, batches, self._failure, context)
+        window = self._window = AccumulationWindow(weights.gradients, losses, stages, counts, context)
         self._counters = StepCounters(device)
-        weights.numerics.connect(stages, params, losses, batches, self._counters.read)
+        weights.numerics.connect(stages, params, window, self._counters.read)
         checked = CheckedCriterion(criterion, own_loss, EngineContext.of(context, weights.numerics))
         self._runner = LoopRunner(stages, weights, checked, losses, window, self.observers)
         self.ema = WeightAverages(params, window, context.config.ema.decay) if context.config.ema else None
         weights.round_stochastically(params.first_names, self._counters.made)
         step = OptimizerStep(params, self.scaler, losses, window, self._failure, self._counters)
         self._optimizer_step, step.averages = step, self.ema
-        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, batches, context)
+        self._replicas = Replicas(self.module, weights, params.ties, self.scaler, context)
         self._state = TrainingState(params, stages, window, step, self.scaler, self.ema)
         context.num_engines += 1
 
@@ -234,7 +234,7 @@ class Engine:
             prepare()
         result = self._optimizer_step.make(scale)
         if self._replicas.every is not None:
-            self._replicas.check_in_turn(self._replicas.every)
+            self._replicas.check_in_turn(self._replicas.every, self._window.record())
         if may_stop and result.overflow:
             raise divergence(self._counters.skips(), self.diagnose_overflow)
         return result
@@ -334,8 +334,8 @@ class Engine:
         Raises:
             RuntimeError: no step was taken since the last batch, or it was not skipped.
         """
-        batches, gradients, skipped = self._window.batches, self._weights.gradients, self.num_skipped_in_a_row > 0
-        return diagnose_overflow(batches, self._runner.rerun, gradients, self.context, skipped=skipped)
+        window, gradients, skipped = self._window.record(), self._weights.gradients, self.num_skipped_in_a_row > 0
+        return diagnose_overflow(window, self._runner.rerun, gradients, self.context, skipped=skipped)
 
     def track(self, name: str, thing: Stateful) -> None:
         """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.

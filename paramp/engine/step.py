@@ -206,7 +206,7 @@ class OptimizerStep:
             self._changes.end_step()
         if self.averages is not None:
             self.averages.move(decision.skip)
-        for counts in self._window.batches.counts:
+        for counts in self._window.counts:
             counts.end_step(decision.skip)
         return self._record(decision)
 

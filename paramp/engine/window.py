@@ -12,7 +12,7 @@ the true total count: gradient = sum of gradients / sum of counts, whatever the 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,9 +21,12 @@ from ..base.collectives import all_reduce_
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
-from ..observe.overflow_record import WindowRecord
+from ..distributed.rng import random_states
+from ..observe.overflow_record import RecordedBatch, WindowRecord
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.batches import Batch
+from ..parallel.token_counts import StepCounts
+from ..pipeline.stage import Stages
 from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
 from . import user_backward
@@ -189,8 +192,10 @@ class AccumulationWindow:
         state: what its gradients are.
         mean_factor: the factor from gradients of means, which are divided by the microbatches of a whole window, to
             those of the window that has ended; more than 1 if it was shortened.
-        batches: the batches of the window, for a diagnosis of a skipped step.
+        calls: the batches of the window, kept until the next one begins; None if a backward of an unknown one is in it.
+        scale: the loss scale of the window's step, 0-dim; None before that step.
         losses: those of the window.
+        counts: those of its tokens.
         foreign: notices backwards of the user's own.
     """
 
@@ -198,12 +203,15 @@ class AccumulationWindow:
         self,
         gradients: FlatGradients,
         losses: WindowLosses,
-        batches: WindowRecord,
-        failure: SharedFailure,
+        stages: Stages,
+        counts: Sequence[StepCounts],
         context: ParallelContext,
     ) -> None:
-        self._gradients, self._failure = gradients, failure
-        self.losses, self.batches = losses, batches
+        self._gradients, self._failure = gradients, losses.failure
+        self._stages, self._device = stages, context.device
+        self.losses, self.counts = losses, counts
+        self.calls: list[RecordedBatch] | None = []
+        self.scale: torch.Tensor | None = None
         self.foreign = user_backward.ForeignBackward(gradients)
         self.state, self.mean_factor = State.EMPTY, 1.0
         self._accumulation = context.config.gradient_accumulation
@@ -211,7 +219,7 @@ class AccumulationWindow:
         self._num_calls = 0  # those that were made
         self._failed = False  # whether a batch of the window failed, so that drop() drops an unfinished one
         self._before = State.EMPTY  # what preceded AVERAGED or BROKEN
-        self._unstepped = UnsteppedBatches(failure, context.is_main)
+        self._unstepped = UnsteppedBatches(losses.failure, context.is_main)
         # Until a step gradients carry the loss scale, or are terms of sums over ranks.
         self._unfinished = context.config.precision.scaling is not None or context.world_size > 1
         self._after_backward: list[int] = []
@@ -235,8 +243,27 @@ class AccumulationWindow:
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(State.OPEN)
-        self.batches.add(batch)
+        self._keep(batch)
         self._gradients.begin_window()
+
+    def _keep(self, batch: Batch | None) -> None:
+        """Keep a batch, and the states of random streams before it, so that it can run again bit for bit."""
+        if self.scale is not None:
+            self.calls, self.scale = [], None
+        if batch is None:
+            self.calls = None
+        elif self.calls is not None:
+            states = [stream.states for stream in self._stages.streams]
+            self.calls.append(RecordedBatch(batch, random_states(self._device), states, len(self.calls)))
+
+    def record(self) -> WindowRecord:
+        """What runs the window again."""
+        return WindowRecord(self._stages, self.calls, self.scale, self._device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has gradients that no step has used yet."""
+        return self.scale is None and (self.calls is None or len(self.calls) > 0)
 
     def end_backward(self) -> None:
         """A backward has ended: what changes gradients from here on until the step is not the engine."""
@@ -294,7 +321,7 @@ class AccumulationWindow:
             self._gradients.snapshot()
             return False
         self.mean_factor, self._length, self._num_calls = self._accumulation / self._length, self._accumulation, 0
-        self.batches.scale = scale
+        self.scale = scale
         return True
 
     def mean_loss(self) -> torch.Tensor:
@@ -318,7 +345,10 @@ class AccumulationWindow:
             self._unstepped.dropped += self.state is State.OPEN
             self._gradients.drop(overflow=state is not State.STEPPED)
             self.losses.restart()
-            self.batches.drop()
+            if self.is_open:
+                self.calls = []
+                for counts in self.counts:
+                    counts.restart()
             self._num_calls, self._length, self._before = 0, self._accumulation, State.EMPTY
             self._failed = self.foreign.accumulated = False
             self._go(State.EMPTY)
@@ -359,7 +389,7 @@ class AccumulationWindow:
     def check_ended(self) -> None:
         """Raise a CheckpointError within an accumulation window, whose gradients are not saved; or a past failure."""
         self._failure.check()
-        if self._num_calls or self.batches.is_open:
+        if self._num_calls or self.is_open:
             raise CheckpointError(
                 f"save: got a call in an accumulation window, after {self._num_calls} of {self._accumulation} calls of "
                 "step(), whose gradients are not saved; save after the step that uses them"
@@ -367,7 +397,7 @@ class AccumulationWindow:
 
     def check_unstepped(self) -> None:
         """Raise a RuntimeError if a step was made since the last backward."""
-        if self.batches.scale is not None:
+        if self.scale is not None:
             raise RuntimeError(
                 "gradient_histogram(): a step was made with these gradients, and may have divided them; call it "
                 "between forward_backward and step"

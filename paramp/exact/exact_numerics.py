@@ -20,8 +20,7 @@ from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..engine.state.model_tensors import ParamChunks
-from ..engine.window import WindowLosses
-from ..observe.overflow_record import WindowRecord
+from ..engine.window import AccumulationWindow
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction
 from ..optim.gradient_reduction import UnitReduction
@@ -192,8 +191,7 @@ class ExactNumerics(Numerics):
         self,
         stages: Stages,
         params: ParamChunks,
-        losses: WindowLosses,
-        batches: WindowRecord,
+        window: AccumulationWindow,
         step_counts: Callable[[], list[int]],
     ) -> None:
         """Watch buffers, tied parameters and losses."""
@@ -213,7 +211,7 @@ class ExactNumerics(Numerics):
         for counts in token_counts(stages.module):
             counts.join(context.batch_axis.group, apart=True)
         check_buffers(own)
-        self._run = MicrochunkRun(self._forwards.layout, gradients, losses, batches, step_counts)
+        self._run = MicrochunkRun(self._forwards.layout, gradients, window, step_counts)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Functions of torch have the same bits on every layout."""

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
-from ..engine.window import LossTotals, WindowLosses
-from ..observe.overflow_record import WindowRecord
+from ..engine.window import AccumulationWindow, LossTotals
 from ..parallel.batches import Batch
 from .exact_layout import ExactLayout, Position
 from .microchunk_gradients import MicrochunkGradients
@@ -67,13 +66,12 @@ class MicrochunkRun:
         self,
         layout: ExactLayout,
         gradients: MicrochunkGradients,
-        losses: WindowLosses,
-        batches: WindowRecord,
+        window: AccumulationWindow,
         step_counts: Callable[[], list[int]],
     ) -> None:
-        context = losses.context
+        losses, context = window.losses, window.losses.context
         self._layout, self._gradients = layout, gradients
-        self._losses, self._batches, self._step_counts = losses, batches, step_counts
+        self._losses, self._window, self._step_counts = losses, window, step_counts
         self._axis, self._device = context.dp, context.device
         self._pipeline = context.config.parallel.pipeline
         self._accumulation = context.config.gradient_accumulation
@@ -109,7 +107,7 @@ class MicrochunkRun:
             ``microchunks``; none if data ranks or calls of a window have different numbers of them, or data ranks
             different shapes, which is recorded as a failure.
         """
-        number, shapes, call = len(microchunks), _digest(microchunks), self._batches.last_index
+        number, shapes, call = len(microchunks), _digest(microchunks), max(0, len(self._window.calls or ()) - 1)
         if torch.get_num_threads() != 1:  # changed since initialize
             torch.set_num_threads(1)
         self.position = Position(sum(self._step_counts()[:2]), call)

@@ -181,9 +181,9 @@ def trace_overflow(
 
     context = agreed_context("trace_overflow", context, check)
     stages = OwnModel(model, context)
-    window = WindowRecord(stages, torch.device("cuda" if len(recorded[0].random) > 1 else "cpu"))
-    window.calls = [one._replace(number=number) for number, one in enumerate(recorded)]
-    window.scale = torch.tensor(scale, dtype=torch.float32, device=stages.device)
+    calls = [one._replace(number=number) for number, one in enumerate(recorded)]
+    step_scale = torch.tensor(scale, dtype=torch.float32, device=stages.device)
+    window = WindowRecord(stages, calls, step_scale, torch.device("cuda" if len(recorded[0].random) > 1 else "cpu"))
     rerun = partial(_rerun_loss, stages, loss)
     report = diagnose_overflow(window, rerun, stages, context, skipped=True, in_function=True)
     unknown = report.unknown.replace(FINITE_AGAIN, f"{FINITE_AGAIN}; or scale or batches are not those of the step")

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.module_surgery import keeping_buffers
-from ..distributed.rng import RandomStream, random_states, set_random_states
-from ..parallel.batches import Batch
-from ..parallel.token_counts import token_counts
+from ..distributed.rng import random_states, set_random_states
 from ..pipeline.stage import Stages
 
 
@@ -38,44 +36,15 @@ def record_batch(batch: Any) -> RecordedBatch:
     return RecordedBatch(batch, random_states(device))
 
 
-class WindowRecord:
-    """The batches of an accumulation window, kept until the next window begins."""
+class WindowRecord(NamedTuple):
+    """The batches of an accumulation window that has ended, to run once more."""
 
-    def __init__(self, stages: Stages, device: torch.device) -> None:
-        self.stages = stages
-        self.counts = token_counts(stages)  # of the tokens in the window
-        self._device = device
-        self._streams = [stage.random for stage in stages if isinstance(stage.random, RandomStream)]
-        self.calls: list[RecordedBatch] | None = []
-        """None if a backward of an unknown batch contributed, so that the window cannot be rerun."""
-        self.scale: torch.Tensor | None = None
-        """The loss scale of the window's step, 0-dim; None before that step."""
-
-    def add(self, batch: Batch | None) -> None:
-        """Record that a backward begins, of ``batch``; None if it is not known."""
-        if self.scale is not None:
-            self.calls, self.scale = [], None
-        if batch is None:
-            self.calls = None
-        elif self.calls is not None:
-            self.calls.append(RecordedBatch(batch, *self._random_states(), len(self.calls)))
-
-    @property
-    def last_index(self) -> int:
-        """The index in the window of the batch that was added last."""
-        return max(0, len(self.calls or ()) - 1)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has gradients that no step has used yet."""
-        return self.scale is None and (self.calls is None or len(self.calls) > 0)
-
-    def drop(self) -> None:
-        """Discard the batches of an unfinished window, after its gradients were zeroed."""
-        if self.is_open:
-            self.calls = []
-            for counts in self.counts:
-                counts.restart()
+    stages: Stages
+    calls: Sequence[RecordedBatch] | None
+    """None if a backward of an unknown batch contributed, so that the window cannot be rerun."""
+    scale: torch.Tensor | None
+    """The loss scale of the window's step, 0-dim; None before that step."""
+    device: torch.device
 
     @contextmanager
     def again(self) -> Iterator[Iterator[RecordedBatch]]:
@@ -83,23 +52,21 @@ class WindowRecord:
 
         On exit the random states and buffers of the entry are restored.
         """
-        before = self._random_states()
+        streams = self.stages.streams
+        before = random_states(self.device), [stream.states for stream in streams]
+
+        def set_random(random: list[torch.Tensor], states: Sequence[list[torch.Tensor]]) -> None:
+            set_random_states(random, self.device)
+            for stream, one in zip(streams, states, strict=True):
+                stream.states = one
 
         def rewound() -> Iterator[RecordedBatch]:
             for call in self.calls or ():
-                self._set_random(call.random, call.streams)
+                set_random(call.random, call.streams)
                 yield call
 
         with keeping_buffers(self.stages):
             try:
                 yield rewound()
             finally:
-                self._set_random(*before)
-
-    def _random_states(self) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-        return random_states(self._device), [stream.states for stream in self._streams]
-
-    def _set_random(self, random: list[torch.Tensor], streams: Sequence[list[torch.Tensor]]) -> None:
-        set_random_states(random, self._device)
-        for stream, states in zip(self._streams, streams, strict=True):
-            stream.states = states
+                set_random(*before)

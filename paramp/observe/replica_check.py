@@ -125,7 +125,7 @@ def check_replicas(
     context = agreed_context("check_replicas", context, check)
     if context is None:
         return []
-    return Replicas(unwrapped(module), optimizer, context.ties, scaler, None, context).check()
+    return Replicas(unwrapped(module), optimizer, context.ties, scaler, context).check()
 
 
 class Replicas:
@@ -137,16 +137,12 @@ class Replicas:
         weights: FlatWeights | torch.optim.Optimizer | None,
         ties: Iterable[TiedParameter],
         scaler: DistributedGradScaler | None,
-        batches: WindowRecord | None,
         context: ParallelContext,
     ) -> None:
         """:attr:`every`: after how many steps an engine compares; None: never.
 
         ``weights``: what is stepped, or, where that is the parameters themselves, the optimizer if it is known.
-
-        ``batches``: the window of the last step, in which a model group may have had different data.
         """
-        self._batches = batches
         self._weights = weights if isinstance(weights, FlatWeights) else None
         self._context = context
         self._names = tuple(context.roles)
@@ -293,10 +289,11 @@ class Replicas:
 
     # --------------------------------------------------------------------------------------------------- repairing
 
-    def check_in_turn(self, every: int) -> None:
+    def check_in_turn(self, every: int, window: WindowRecord) -> None:
         """Count a step, made or skipped; after every ``every`` steps compare.
 
-        A difference is raised on every rank, or repaired with a warning on the main rank.
+        A difference is raised on every rank, or repaired with a warning on the main rank. ``window``: the last step's,
+        in which a model group may have had different data.
 
         Raises:
             ReplicaDrift: there is a difference, and ``repair_replicas`` is not set; the same message on every rank.
@@ -308,7 +305,7 @@ class Replicas:
         reported = "; ".join(str(difference) for difference in differences[:NAMED])
         if len(differences) > NAMED:
             reported += f"; and {len(differences) - NAMED} more"
-        batches = [call.batch for call in (self._batches and self._batches.calls) or ()]
+        batches = [call.batch for call in window.calls or ()]
         if (where := different_data(batches, self._context)) is not None:
             reported += f". A model group had different data: {where}"
         settings = any(difference.kind == SETTING for difference in differences)

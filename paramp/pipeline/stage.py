@@ -19,6 +19,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.trees import map_tensors
+from ..distributed.rng import RandomStream
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.shape_errors import explanation
 from ..precision.compute_context import computing, to_compute, to_outputs
@@ -111,6 +112,8 @@ class Stages(nn.Module):
         self.training = self.module.training
         self._joined = joined
         self._units = units
+        self.streams = [one.random for one in stages if isinstance(one.random, RandomStream)]
+        """The random streams of the stages."""
 
     def running(self, *, backward: bool) -> AbstractContextManager[None]:
         """A context for the forwards of a batch, and their backwards if ``backward``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ class RandomStreams:
     def __init__(self, stages: Stages, context: ParallelContext) -> None:
         self._context = context
         self._engine = context.num_engines  # the engine under construction is not counted yet
-        streams = [cast(RandomStream, stage.random) for stage in stages]
-        self._streams = list(zip(context.local_stages, streams, strict=True))
+        self._streams = list(zip(context.local_stages, stages.streams, strict=True))
         axes = context.stage_axis, context.batch_axis, context.tensor_axis
         self._rank_prefix = RANK + "".join(f"{axis.rank}." for axis in axes)
 
