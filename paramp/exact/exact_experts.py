@@ -56,6 +56,11 @@ class ExactExperts(ExpertParallel):
         def forward(
             module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
+            if self._forwards.sees_parts:
+                raise ConfigError(
+                    f"reproducible.sequence_slices: a {type(module).__name__} in {self._forwards.module} is called "
+                    "outside of the module that has it, expected inside, which computes slices; or set it to 1"
+                )
             run = partial(self._run, module, top_k_index.dtype)
             return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
 
@@ -93,12 +98,14 @@ class ExactExperts(ExpertParallel):
 
     def _weights(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
         """This rank's parameters, by name, for the microchunk of the rank ``source`` of the axis."""
-        own = {name: parameter_of(module, name) for name in module._parameters}
-        return {
-            name: self.taps[name][source](value) if name in self.taps else value
-            for name, value in own.items()
-            if value is not None
-        }
+        used, mixture = {}, self._forwards.mixture
+        for name in module._parameters:
+            value, tap = parameter_of(module, name), self.taps[name][source] if name in self.taps else None
+            if value is not None and mixture is not None:
+                used[name] = mixture.use(module, name, value, source, tap)
+            elif value is not None:
+                used[name] = value if tap is None else tap(value)
+        return used
 
 
 def _of_one_expert(

@@ -145,6 +145,7 @@ class ExactFunctions(TorchFunctionMode):
                 f"reproducible: scaled_dot_product_attention in {self._module} got an attn_mask of the shape "
                 f"{(*mask.shape,)} that requires gradients, expected one for each head where heads are sharded"
             )
+        self._check_whole_code("attention")
         if self._sequences is not None and ACTIVE:
             return self._sequences.scaled_dot_product_attention(*args, **kwargs)
         return products.attention(self._masks.attention_noise, *args, **kwargs)
@@ -165,6 +166,7 @@ class ExactFunctions(TorchFunctionMode):
         input, p, train = _bound(args, kwargs, input=None, p=0.5, train=True)
         if not train or not p:
             return func(*args, **kwargs)
+        self._check_whole_code("dropout")
         output = self._masks.dropout(input, p, features=func.__name__.startswith("feature"))
         return input.copy_(output) if func.__name__.endswith("_") else output
 
@@ -207,6 +209,15 @@ class ExactFunctions(TorchFunctionMode):
                 "call it behind the rowwise layer, or leave these layers out of the plan"
             )
         return func(*args, **kwargs)
+
+    def _check_whole_code(self, name: str) -> None:
+        """Raise a ConfigError for what is defined over the whole sequence, and called with one slice of it."""
+        if self._forwards.slicing:
+            raise ConfigError(
+                f"reproducible.sequence_slices: {name} in {self._module}, which computes one slice of the sequence at "
+                "a time, expected it outside of modules that have parameters of their own, and of mixtures of experts; "
+                "or set it to 1"
+            )
 
     def _check_tokens(self, name: str, args: Any) -> None:
         """Raise a ConfigError for a parameter whose gradient would be added up over this rank's tokens."""

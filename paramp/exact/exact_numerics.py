@@ -133,10 +133,7 @@ class ExactNumerics(Numerics):
         layout, size = self._forwards.layout, self._config.parallel.expert
         self._experts = exact_experts(adapter.model, adapter.resolved_experts(plan), size, self._forwards)
         if self._experts and layout.cuts_sequences:
-            raise ConfigError(
-                f"reproducible.sequence_slices: {next(iter(self._experts))!r} is a mixture of experts, whose rows "
-                "have no slices of the sequence; set it to 1, and parallel.context to 1"
-            )
+            _check_router_loss(adapter.model)
         own = adapter.resolved(plan if plan is not None else _plan_of(adapter, layout, layout.sequence_parallel))
         is_known = plan is not None or layout.cuts_sequences  # slices of sequences are cut already
         with_sequence = own if is_known else adapter.resolved(_plan_of(adapter, layout, True))
@@ -203,7 +200,7 @@ class ExactNumerics(Numerics):
         if self._sequences is not None:
             from .sliced_sequences import slice_sequences
 
-            slice_sequences(stages.module, self._forwards)
+            slice_sequences(stages.module, self._forwards, self._experts)
         _attach(stages.module, ties)
         for name, taps in of_experts.items():
             module, _, parameter = name.rpartition(".")
@@ -289,6 +286,19 @@ def _use_deterministic_algorithms(context: ParallelContext) -> None:
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     context.before_close.append(partial(torch.use_deterministic_algorithms, was, warn_only=warned))
+
+
+def _check_router_loss(model: Any) -> None:
+    """Raise a ConfigError if the configuration of ``model``, one of transformers', asks for the loss of its routers."""
+    from ..parallel.huggingface.router_loss import asks_for_loss
+
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if asks_for_loss(config, {}) or asks_for_loss(text, {}):
+        raise ConfigError(
+            "reproducible.sequence_slices: model.config.output_router_logits is True, expected False, because the loss "
+            "of routers is that of the tokens that a rank has; or set it to 1"
+        )
 
 
 def _plan_of(adapter: ModelAdapter, layout: ExactLayout, sequence_parallel: bool) -> Mapping[str, str | ParallelStyle]:

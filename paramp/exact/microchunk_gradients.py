@@ -167,17 +167,23 @@ class MicrochunkGradients(GradientReduction):
 
         ``of_experts``: over those that have the same experts; the others' microchunks are in ``found``.
         """
-        axis, device = self._context.experts_axis if of_experts else self._context.dp, self._context.device
-        if axis.size == 1 or not params:
+        group, device = self._replicas if of_experts else self._context.dp.group, self._context.device
+        if not params or group is None or group.size() == 1:
             return found
         values = [
             torch.zeros(param.size, device=device) if value is None else value.reshape(-1)
             for param, value in zip(params, found, strict=True)
         ]
         flat = torch.cat([*values, _presence_of(found, device)])
-        sum_over_(flat, axis.group)
+        sum_over_(flat, group)
         *sums, counts = flat.split([*(param.size for param in params), len(params)])
         return _without_absent(sums, found, counts)
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The data ranks that have the same experts; those of the context axis have the same gradients already."""
+        names = self._context.axes_of("replicate")
+        return self._context.group_along(names[0]) if names else None
 
     def _write(self, param: FlatParam, value: torch.Tensor | None) -> None:
         earlier = self._earlier.get(param)
@@ -280,18 +286,20 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
     def _own_shard(self, shards: torch.Tensor, of_experts: bool) -> torch.Tensor:
         """This rank's row of the sum of ``shards`` over data ranks, which are numbered along the mesh's axes.
 
-        Ranks of the context axis, the last of these, have the same, and other rows.
+        Ranks of the context axis, the last of these, have the same, and other rows. Those of the expert axis have other
+        experts.
         """
-        context = self._context
-        mesh = context.mesh if of_experts or context.cp.size > 1 else context.shard_mesh
-        names = mesh.mesh_dim_names or ()
-        roles = {name: context.roles.get(name, "shard") for name in names}  # its own axis, of ranks with other experts
-        for dim, name in reversed([*enumerate(names)]):
-            if roles[name] == "replicate":
-                shards = sum_over(shards, mesh.get_group(dim))
-            elif roles[name] == "shard":
-                shards = own_slice_of_sum(shards, mesh.get_group(dim), 0)
-        return shards[context.cp.rank]
+        context, mesh = self._context, self._context.mesh
+        summed = {"shard"} if of_experts else {"shard", "expert"}
+        axes = [(dim, mesh.get_group(dim), role) for dim, role in enumerate(context.roles.values())]
+        cut = [dim for dim, _, role in axes if role in summed or role == "context"]
+        shards = shards.view(*(mesh.size(dim) for dim in cut), -1)
+        for dim, group, role in reversed(axes):
+            if role == "replicate":
+                shards = sum_over(shards, group)
+            elif role in summed:
+                shards = own_slice_of_sum(shards, group, cut.index(dim))
+        return shards.flatten(0, -2)[context.cp.rank]
 
 
 def _shards(param: FlatParam, value: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..base.module_surgery import run_within
 from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
 from .exact_layout import ExactLayout, Position
+from .slices import fan_out
 
 
 @dataclass
@@ -26,6 +27,44 @@ class Forward:
     name: str
     index: int
     draws: int = 0
+
+
+class MixtureSlices:
+    """The slices of the sequence that one forward of a mixture of experts computes one by one.
+
+    Attributes:
+        index: of the slice that runs.
+    """
+
+    def __init__(self, forwards: Forwards) -> None:
+        self.index = 0
+        self._forwards = forwards
+        self._aliases: dict[tuple[nn.Module, str, int], tuple[torch.Tensor, ...]] = {}
+
+    def use(
+        self,
+        module: nn.Module,
+        name: str,
+        value: torch.Tensor,
+        source: int = 0,
+        tap: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """``value``, the parameter ``name`` of ``module``, for the slice that runs.
+
+        Its gradient is the sum over the slices of all ranks of the context axis.
+
+        Args:
+            source: which data rank's tokens they are, of those that share experts.
+            tap: what the parameter is used through, once for all slices.
+        """
+        key = module, name, source
+        if key not in self._aliases:
+            layout = self._forwards.layout
+            tapped = value if tap is None else tap(value)
+            count, group = layout.local_sequence_slices, layout.sequences.group
+            self._aliases[key] = fan_out(tapped, count, group, dtype=tapped.dtype)
+            self._forwards.sliced[f"{type(module).__name__} in {self._forwards.module}"] += 1
+        return self._aliases[key][self.index]
 
 
 class Forwards:
@@ -38,12 +77,16 @@ class Forwards:
             sharded in their features or heads, on one tensor rank too: then the number of its fused outputs, 3 for
             query, key and value, each of which is sharded. A plain tensor does not show it.
         slicing: whether a module computes one slice of the sequence.
+        num_tokens: of each sequence, those of this rank, in the module that computed slices last.
+        mixture: the slices of the mixture of experts that runs; None if none does.
         sliced: how often each module has done so, by how messages name it, since context ranks last compared it.
     """
 
     def __init__(self, layout: ExactLayout, position: Callable[[], Position] = Position) -> None:
         self.layout, self.position, self.fused = layout, position, 0
         self.slicing = False
+        self.num_tokens = 0
+        self.mixture: MixtureSlices | None = None
         self.sliced: Counter[str] = Counter()
         self._running: list[Forward] = []
         self._counts: Counter[str] = Counter()
@@ -116,6 +159,16 @@ class Forwards:
             yield
         finally:
             self.slicing = False
+
+    @contextmanager
+    def in_mixture(self) -> Iterator[MixtureSlices]:
+        """A context for the forward of a mixture of experts, slice by slice."""
+        self.mixture = MixtureSlices(self)
+        try:
+            with self.in_slice():
+                yield self.mixture
+        finally:
+            self.mixture = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:

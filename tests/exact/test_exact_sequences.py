@@ -4,11 +4,25 @@ from functools import partial
 
 import pytest
 import torch
-from exact_tasks import GEMMA2, LLAMA, LONG, SMALL, mixtures, next_token
-from exact_training import CONTEXT_LAYOUTS, Part, assert_same_bits, reference, trained
-from families import cases, family, number
+from exact_tasks import (
+    GEMMA2,
+    LLAMA,
+    LONG,
+    LONG_MIXTURES,
+    SMALL,
+    labelled,
+    mixtures,
+    next_token,
+    of_60_tokens,
+    output_loss,
+    tokens,
+)
+from exact_training import CONTEXT_EXPERT_LAYOUTS, CONTEXT_LAYOUTS, Part, assert_same_bits, reference, trained
+from families import cases, family, number, rarely
+from mixtures import build as build_mixture
 from pool import on_ranks
 from small_engines import engine_of
+from small_mixture import StackedExperts
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,40 +53,107 @@ def test_cut_sequences_have_the_same_bits(task, layout, mode):
     assert_same_bits(trained(task, mode, layout, Part(0, STEPS)), expected)
 
 
+MOST_MODES = ("32-true", "16-mixed", "bf16-mixed", "bf16-naive")
+MOST_LAYOUTS = ("cp4", "cp2·ep2", "cp2·tp2", "cp2·pp2", "fsdp2·cp2·ep2")
+OF_EXPERTS = [
+    ("sequences: mixtures", layout, mode)
+    for layout in (*CONTEXT_LAYOUTS, *CONTEXT_EXPERT_LAYOUTS, *OTHERS, "ep2")
+    for mode in MODES
+]
+OF_EXPERTS += [
+    (f"sequences: {task}", layout, mode)
+    for task in LONG_MIXTURES
+    for layout in MOST_LAYOUTS
+    for mode in MOST_MODES
+    if task != "mixtures"
+    and not (LONG_MIXTURES[task].plan == {} and ("tp" in layout or "pp" in layout))
+    and not (task == "OLMoE" and "pp" in layout)  # transformers has no pipeline plan of it
+]
+PART_OF_EXPERTS = [
+    ("sequences: mixtures", "cp2·ep2", "16-mixed"),
+    ("sequences: Mixtral, padded", "cp4", "32-true"),
+]
+
+
+@family
+@pytest.mark.parametrize(("task", "layout", "mode"), cases("exact mixtures cut", OF_EXPERTS, PART_OF_EXPERTS, 3))
+def test_mixtures_of_cut_sequences_have_the_same_bits(task, layout, mode):
+    if "mixtures" not in task:
+        pytest.importorskip("transformers")
+    steps = number(2, 4)
+    assert_same_bits(trained(task, mode, layout, Part(0, steps)), reference(task, mode, steps))
+
+
+RESUMED = [
+    ("gpt", "cp4", "1"),
+    ("gpt", "fsdp2·cp2", "cp4"),
+    ("mixtures", "fsdp2·cp2·ep2", "cp2·tp2"),
+    ("mixtures", "cp2·ep2", "1"),
+]
+
+
 @family
 @pytest.mark.parametrize(
-    ("before", "after"), cases("exact sequences resumed", [("cp4", "1"), ("fsdp2·cp2", "cp4")], [("cp4", "1")], 1)
+    ("task", "before", "after"), cases("exact sequences resumed", RESUMED, [("gpt", "cp4", "1")], 1)
 )
-def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, tmp_path):
-    path, task, mode = str(tmp_path / "checkpoint"), "sequences: gpt", "32-true"
+def test_a_run_that_was_stopped_goes_on_in_another_layout(task, before, after, tmp_path):
+    path, task, mode = str(tmp_path / "checkpoint"), f"sequences: {task}", "32-true"
     expected = reference(task, mode, STEPS)
     trained(task, mode, before, Part(0, STEPS // 2, save=path))
     assert_same_bits(trained(task, mode, after, Part(STEPS // 2, STEPS, load=path)), expected)
 
 
+def balance_slices(model):
+    """Let the routers of a MoEGPT have the mean of the losses of each slice."""
+
+    def forward(router, x):
+        each = [type(router).forward(router, tokens) for tokens in x.split(2)]  # 8 slices of 16 tokens
+        index, weights, losses = zip(*each, strict=True)
+        return torch.cat(index), torch.cat(weights), torch.stack(losses).mean()
+
+    for block in model.blocks:
+        block.mlp.router.forward = partial(forward, block.mlp.router)
+
+
+def nothing(model):
+    """Leave the model as it is."""
+
+
+PLAIN = {
+    "gpt": (partial(SMALL, dropout=0.0), tokens(), next_token, None, nothing),
+    "llama": (LLAMA, labelled, None, None, nothing),
+    "gemma2": (GEMMA2, labelled, None, {}, nothing),
+    "mixtures": (partial(mixtures, dropout=0.0, balance_weight=1.0), tokens(), MoEGPT.loss, None, balance_slices),
+    "DeepSeek-V3": (partial(build_mixture, "DeepSeek-V3", "eager", 4), of_60_tokens(labelled), None, None, nothing),
+}
+
+
+@pytest.mark.parametrize("name", rarely(PLAIN, "llama", "mixtures"))
 @on_ranks(2)
-def test_it_trains_as_plain_torch_does(world):
+def test_it_trains_as_plain_torch_does(world, name):
     """Equal bits alone would also be those of a mistake that every layout makes."""
-    for build, task, plain, plan in (
-        (partial(SMALL, dropout=0.0), LONG["gpt"], next_token, None),
-        (LLAMA, LONG["llama, own loss"], None, None),
-        (GEMMA2, LONG["llama, own loss"], None, {}),
-    ):
-        batch = task.batch(0)
+    build, batches, plain, plan, change = PLAIN[name]
+    batch = batches(0)
+    torch.manual_seed(7)
+    model = build()
+    change(model)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = model(**batch[0], use_cache=False).loss if plain is None else plain(model(batch[0]), batch[1])
+    loss.backward()
+    how = {"slices": 4, "sequence_slices": 8}
+    with paramp.launch_from_torch({"reproducible": how, "parallel": {"context": 2}}):
         torch.manual_seed(7)
-        model = build()
-        start = {name: value.clone() for name, value in model.state_dict().items()}
-        loss = model(**batch[0], use_cache=False).loss if plain is None else plain(model(batch[0]), batch[1])
-        loss.backward()
-        how = {"slices": 4, "sequence_slices": 8}
-        with paramp.launch_from_torch({"reproducible": how, "parallel": {"context": 2}}):
-            torch.manual_seed(7)
-            engine = engine_of(build(), plain, partial(torch.optim.SGD, lr=1.0), plan=plan)
-            torch.testing.assert_close(engine.forward_backward(*batch), loss.detach(), rtol=1e-5, atol=0)
-            engine.step()
-            found = engine.full_state_dict()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+        engine = engine_of(build(), plain, partial(torch.optim.SGD, lr=1.0), plan=plan)
+        torch.testing.assert_close(engine.forward_backward(*batch), loss.detach(), rtol=1e-5, atol=0)
+        engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+class Dropping(nn.LayerNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5)
 
 
 class Block(nn.Module):
@@ -82,12 +163,14 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.table, self.head = kind, nn.Embedding(100, 8), nn.Linear(8, 100)
         self.inside = nn.Conv1d(8, 8, 1) if kind == "convolution" else nn.LayerNorm(8)
+        if kind == "dropout inside":
+            self.inside = Dropping(8)
         if kind == "parameter":
             self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, tokens):
         x = self.table(tokens)
-        if self.kind == "some tokens" and int(tokens[0, 0]):
+        if self.kind == "dropout inside" or (self.kind == "some tokens" and int(tokens[0, 0])):
             return self.head(self.inside(x))
         if self.kind == "other weight":
             return F.linear(x, self.table.weight)
@@ -107,6 +190,7 @@ REFUSED = {
     "mean": "mean in '0' got tokens whose number differs",
     "product": "matmul in '0' got tokens whose number differs",
     "channels": "dropout in '0' got a tensor .* whose whole channels are dropped",
+    "dropout inside": "dropout in '0.inside', which computes one slice of the sequence at a time",
     "no tokens": r"'0', a Linear, got \(1, 8\), expected one tensor",
 }
 
@@ -120,8 +204,71 @@ def test_what_has_no_slices_is_refused_by_name(world):
                 engine_of(nn.Sequential(Block(kind)), next_token).forward_backward(tokens, tokens)
         with pytest.raises(paramp.ConfigError, match="sequences of 6 tokens, expected a multiple of 4, reproducible"):
             engine_of(nn.Sequential(Block("")), next_token).forward_backward(tokens[:, :6], tokens[:, :6])
-        with pytest.raises(paramp.ConfigError, match="is a mixture of experts, whose rows have no slices"):
-            engine_of(mixtures(), MoEGPT.loss)
+
+
+class Routed(nn.Module):
+    """A mixture of experts that returns tokens; ``kind`` names what no slices are computed of."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.router, self.experts = kind, nn.Linear(8, 4), StackedExperts()
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x):
+        weights, index = self.router(x.flatten(0, -2)).softmax(-1).topk(2)
+        y = self.experts(x.flatten(0, -2), index, weights).view_as(x)
+        if self.kind == "attention":
+            y = F.scaled_dot_product_attention(*[y.unsqueeze(1)] * 3).squeeze(1)
+        if self.kind == "dropout":
+            y = F.dropout(y, 0.5)
+        return (y, index) if self.kind == "index" else y
+
+
+class Around(nn.Module):
+    """A block of which a mixture is a part."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.table, self.mixture, self.head = kind, nn.Embedding(100, 8), Routed(kind), nn.Linear(8, 100)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        if self.kind == "outside":
+            rows = x.flatten(0, -2)
+            x = x + self.mixture.experts(rows, torch.zeros_like(rows[:, :1]).long(), rows[:, :1]).view_as(x)
+        found = self.mixture(x)
+        return self.head(x + (found[0] if isinstance(found, tuple) else found))
+
+
+REFUSED_OF_EXPERTS = {
+    "attention": "attention in '0.mixture', which computes one slice of the sequence at a time",
+    "dropout": "dropout in '0.mixture', which computes one slice of the sequence at a time",
+    "index": r"'0', a Routed with experts, returned \(2, 2\) for \(1, 2\) tokens, expected \(samples, tokens",
+    "outside": "a StackedExperts in '0' is called outside of the module that has it",
+}
+
+
+@on_ranks(1)
+def test_mixtures_that_compute_no_slices_are_refused_by_name(world):
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 4}}):
+        for kind, message in REFUSED_OF_EXPERTS.items():
+            engine = engine_of(nn.Sequential(Around(kind)), next_token, plan={"**.experts": "experts"})
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine.forward_backward(tokens, tokens)
+
+
+@on_ranks(1)
+def test_attention_with_sinks_and_the_loss_of_routers_are_refused_by_name(world):
+    pytest.importorskip("transformers")
+    inputs, targets = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}, torch.ones(1, 8, dtype=torch.int64)
+    with paramp.launch_from_torch({"reproducible": {"slices": 4, "sequence_slices": 4}}):
+        with pytest.raises(paramp.ConfigError, match="GptOssAttention, has parameters beside modules"):
+            engine_of(build_mixture("GPT-OSS", num_experts=4), output_loss).forward_backward(inputs, targets)
+        model = build_mixture("Mixtral", num_experts=4)
+        model.config.output_router_logits = True
+        with pytest.raises(paramp.ConfigError, match="output_router_logits is True, expected False"):
+            engine_of(model, output_loss)
 
 
 @on_ranks(2)

@@ -32,9 +32,9 @@ def mixtures(**changes: Any) -> nn.Module:
     return MoEGPT(MoEGPTConfig(**sizes | changes))
 
 
-def short_inputs(call: int) -> Any:
+def short_inputs(call: int, length: int = 4) -> Any:
     """The global batch of a call for a mixture of transformers: tokens."""
-    drawn = torch.randint(3, 60, (4, 5), generator=torch.Generator().manual_seed(call))
+    drawn = torch.randint(3, 60, (4, length + 1), generator=torch.Generator().manual_seed(call))
     return {"input_ids": drawn[:, :-1]}, drawn[:, 1:]
 
 
@@ -75,6 +75,16 @@ def padded(call: int) -> Any:
     seen = torch.arange(13) < lengths
     seen[0] = seen[0].flip(0)
     return ({**batch, "labels": batch["labels"].masked_fill(~seen, -100), "attention_mask": seen.long()},)
+
+
+def of_60_tokens(batch: Callable[[int], Any]) -> Callable[[int], Any]:
+    """As ``batch``, :func:`labelled` or :func:`padded`, for a mixture of transformers."""
+
+    def fewer(call: int) -> Any:
+        (found,) = batch(call)
+        return ({**found, "input_ids": found["input_ids"] % 60, "labels": found["labels"].clamp(max=59)},)
+
+    return fewer
 
 
 def packed(call: int) -> Any:
@@ -250,6 +260,14 @@ GPT2_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
 SMALL = partial(gpt, num_layers=2, width=32)
 SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
 KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
+TRANSFORMERS_MIXTURES: tuple[tuple[str, str, Any], ...] = (
+    ("Mixtral", "grouped_mm", None),
+    ("Qwen3-MoE", "eager", {}),
+    ("DeepSeek-V3", "batched_mm", None),
+    ("GPT-OSS", "eager", None),
+    ("OLMoE", "grouped_mm", None),
+)
+"""Each with how its experts compute, and a plan."""
 CUT = {"chunk": 1, "slices": 4, "sequence_slices": 8}
 LONG = {
     "gpt": Task(SMALL, scales=SMALL_SCALES),
@@ -267,6 +285,30 @@ LONG = {
     "own, called twice": Task(partial(own, "called twice"), plan=OWN_PLAN, calls=1),
 }
 """Those whose sequences are cut; each is also of whole ones in slices."""
+LONG_MIXTURES = {
+    "mixtures": Task(mixtures, criterion=MoEGPT.loss, scales=SMALL_SCALES),
+    "mixtures, checkpointed": Task(
+        mixtures, criterion=MoEGPT.loss, scales=SMALL_SCALES, config={"activation_checkpointing": "full"}
+    ),
+    "mixtures, chunks of 2": Task(
+        mixtures, tokens(8), MoEGPT.loss, scales=SMALL_SCALES, config={"reproducible": {**CUT, "chunk": 2}}
+    ),
+    **{
+        name: Task(
+            partial(transformers_mixtures.build, name, backend, 4),
+            partial(short_inputs, length=LENGTH),
+            output_loss,
+            calls=1,
+            plan=plan,
+        )
+        for name, backend, plan in TRANSFORMERS_MIXTURES
+        if name != "GPT-OSS"  # has sinks
+    },
+    "Mixtral, padded": Task(
+        partial(transformers_mixtures.build, "Mixtral", "grouped_mm", 4), of_60_tokens(padded), None, calls=1
+    ),
+}
+"""Those of experts."""
 TASKS = {
     "gpt": Task(gpt),
     "small gpt": Task(SMALL, calls=1, scales=SMALL_SCALES),
@@ -281,15 +323,12 @@ TASKS = {
         name: Task(
             partial(transformers_mixtures.build, name, backend, 4), short_inputs, output_loss, calls=1, plan=plan
         )
-        for name, backend, plan in (
-            ("Mixtral", "grouped_mm", None),
-            ("Qwen3-MoE", "eager", {}),
-            ("DeepSeek-V3", "batched_mm", None),
-            ("GPT-OSS", "eager", None),
-            ("OLMoE", "grouped_mm", None),
-        )
+        for name, backend, plan in TRANSFORMERS_MIXTURES
     },
-    **{f"sequences: {name}": replace(task, config={"reproducible": CUT, **task.config}) for name, task in LONG.items()},
+    **{
+        f"sequences: {name}": replace(task, config={"reproducible": CUT, **task.config})
+        for name, task in (LONG | LONG_MIXTURES).items()
+    },
     "gpt of 8 slices": Task(partial(gpt, 8, num_layers=2), calls=1, config={"reproducible": {"chunk": 1, "slices": 8}}),
     "gpt, chunks of 2": Task(gpt, tokens(8), config={"reproducible": {"chunk": 2, "slices": 4}}),
     "gpt, counted": Task(gpt, criterion=counted),

@@ -51,7 +51,12 @@ CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2·cp2": (4, {"data": {"shard": 2}, "context": 2}),
 }
 """Those that cut sequences."""
-EVERY_LAYOUT = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS
+CONTEXT_EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2·ep2": (4, {"context": 2, "expert": 2}),
+    "fsdp2·cp2·ep2": (4, {"data": {"shard": 2}, "context": 2, "expert": 2}),
+}
+"""Those of models with experts that do so."""
+EVERY_LAYOUT = LAYOUTS | EXPERT_LAYOUTS | CONTEXT_LAYOUTS | CONTEXT_EXPERT_LAYOUTS
 Trace = dict[str, Any]
 """``steps``: what each step returned; ``tensors``: a digest by name; ``num_skipped``."""
 
