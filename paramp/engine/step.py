@@ -18,7 +18,7 @@ from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_
 from ..optim.flat_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.decision import NUM_SUMS, HostCopy, StepDecision, decide
-from ..scaling.local_norm import count_zeros
+from ..scaling.grad_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks

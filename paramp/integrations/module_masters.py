@@ -22,7 +22,7 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
-from ..optim.masters import Masters, drop_gradients, follow_changes, write_back
+from ..optim.parameter_masters import ParameterMasters, drop_gradients, follow_changes, write_back
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What ``torch.compile`` and activation checkpointing add to names; distributed checkpoints leave it out."""
@@ -33,7 +33,7 @@ class ModuleMasters:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._weights: dict[torch.Tensor, Masters] = {}
+        self._weights: dict[torch.Tensor, ParameterMasters] = {}
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
 
@@ -51,7 +51,7 @@ class ModuleMasters:
     def add(self, weight: nn.Parameter, value: torch.Tensor) -> None:
         """Give ``weight`` a master of this ``value``, of its shape and layout, which it is about to be rounded from."""
         master = value.detach().to(weight.device, torch.float32)
-        self._weights[weight] = Masters(weight, nn.Parameter(master, weight.requires_grad))
+        self._weights[weight] = ParameterMasters(weight, nn.Parameter(master, weight.requires_grad))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights."""
@@ -157,7 +157,7 @@ class ModuleMasters:
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> list[Masters]:
+    def _held(self, optimizer: torch.optim.Optimizer) -> list[ParameterMasters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         found = (one for one in self._weights.values() if not held.isdisjoint((one.weight, one.stepped)))
@@ -173,7 +173,7 @@ class ModuleMasters:
     def _put_weights(self, optimizer: torch.optim.Optimizer) -> None:
         _replace(optimizer, {one.stepped: one.weight for one in self._held(optimizer)})
 
-    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, Masters]]:
+    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, ParameterMasters]]:
         for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
             one = self._weights.get(parameter)
             if one is not None and one.has_master:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base import sizes
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.scratch_memory_cpu import zeros_apart
+from ..base.long_tensors_cpu import zeros_apart
 from ..base.torch_internals import take
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index

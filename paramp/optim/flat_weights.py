@@ -28,7 +28,7 @@ from torch import nn
 
 from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.module_surgery import trained_and_frozen
+from ..base.module_surgery import cast_parameters, trained_and_frozen
 from ..distributed.context import Axis, ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..distributed.replicated_axes import batch_axis_of
@@ -37,7 +37,6 @@ from ..precision.stochastic_rounding import BitStream, key_of
 from ..scaling.grad_norm import norm_weight
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
-from .masters import cast_weights
 from .matrices.matrix_exchange import MatrixExchange
 from .user_changes.replaced_parameters import ModelParameters
 from .user_changes.weights_changed_in_place import ChangedWeights
@@ -318,3 +317,20 @@ def _move(param: FlatParam, original: torch.Tensor | None) -> nn.Parameter | Non
         stepped = nn.Parameter(weight)
     vars(stepped).update(vars(parameter))  # some optimizers read attributes
     return stepped
+
+
+def cast_weights(
+    module: nn.Module, precision: Precision, *, untrained: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Cast the weights of ``module`` to the mode's dtype.
+
+    ``untrained``: another dtype for frozen weights and for buffers.
+
+    Returns:
+        If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
+    """
+    named = module.named_parameters() if precision.masters else ()
+    originals = {name: local(parameter).detach() for name, parameter in named}
+    keep = precision.keep_batchnorm_fp32
+    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
+    return originals

@@ -17,17 +17,16 @@ from typing import Any
 import torch
 
 from ..base import sizes
-from ..base.scratch_memory_cpu import Scratch, zeros_apart
+from ..base.scratch_memory_cpu import Scratch
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
 from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges
+from .flat_state import FlatState, Options, State
 from .flat_weights import NO_GROUP, OptimizerWeights
 from .masters import ALL, Masters
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
-Options = Mapping[str, Any]
-State = Mapping[str, torch.Tensor]
 Update = Callable[..., None]
 """``update(weight, gradient, state, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
 
@@ -136,11 +135,7 @@ class StepRanges:
 
 
 class FusedStep:
-    """AdamW, Adam and SGD in torch's fused kernels.
-
-    The optimizer keeps its groups and its state. The state's tensors are views of flat ones, allocated at the
-    start: torch's fused SGD leaves its momentum uninitialised if its first step is skipped.
-    """
+    """AdamW, Adam and SGD in torch's fused kernels. The optimizer keeps its groups and its state."""
 
     calls_optimizer = False
     """Whether it calls the optimizer's own ``step()``."""
@@ -149,23 +144,14 @@ class FusedStep:
         self._optimizer = optimizer
         self._weights = weights
         self._kernel = KERNELS[type(optimizer)]
-        names = sorted({name for group in optimizer.param_groups for name in self._kernel.states(group)})
-        self._state: dict[Buffer, dict[str, torch.Tensor]] = {
-            buffer: {name: zeros_apart(buffer.own_size, dtype, weights.device) for name in names}
-            for buffer in weights.buffers
-            for dtype in [torch.bfloat16 if buffer.rounds_state else buffer.masters.dtype]
-        }
-        self._steps = torch.zeros(len(weights.params), dtype=torch.float32, device=weights.device)
-        self._step_of = dict(zip(weights.params, self._steps.unbind(), strict=True))
+        self._state = FlatState(optimizer, weights, self._kernel.states, counts_steps=self._kernel.counts_steps)
+        self._steps = self._state.steps
         self._scratch = Scratch()
         self._step_ranges, self._ranges = StepRanges(weights.buffers), list[StepRange]()
         self._blocks: dict[tuple[StepRange, int], list[StepBlock]] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
-        self._loading: dict[str, Any] | None = None
-        self._sizes_at_first, self._states_at_first = self._sizes(), set(names)
-        self._hand_over_state()
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._sizes_at_first = self._sizes()
+        optimizer.register_load_state_dict_post_hook(lambda _: self.state_loaded())
 
     def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
@@ -197,7 +183,7 @@ class FusedStep:
         for step_range in ranges:
             options = self._optimizer.param_groups[step_range.group]
             names = self._kernel.states(options)
-            update = self._kernel.bind(options, self._step_of[step_range.params[0]])
+            update = self._kernel.bind(options, self._state.step_of[step_range.params[0]])
             for block in self._in_blocks(step_range, sizes.STEP_BLOCK[device]):
                 # Read, step and write a block, while it is in the cache. Half-precision weights without masters are
                 # stepped in fp32 and rounded once. torch's fused SGD for the CPU computes wrong momenta in half
@@ -224,7 +210,7 @@ class FusedStep:
     def _block(self, step_range: StepRange, start: int, length: int) -> StepBlock:
         buffer, first = step_range.buffer, step_range.start + start
         own = slice(step_range.own_start + start, step_range.own_start + start + length)
-        state = {name: value[own] for name, value in self._state[buffer].items()}
+        state = {name: value[own] for name, value in self._state.flat[buffer].items()}
         bits = partial(buffer.random_bits, own) if buffer.rounds_state else None
         return StepBlock(buffer.masters.part(own), buffer.gradients[first : first + length], state, bits)
 
@@ -242,7 +228,7 @@ class FusedStep:
                 "pass it all parameters before, and freeze those that are trained later"
             )
         for group in self._optimizer.param_groups:
-            if missing := set(self._kernel.states(group)) - self._states_at_first:
+            if missing := set(self._kernel.states(group)).difference(self._state.names):
                 raise RuntimeError(
                     f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
                     "set it before"
@@ -282,42 +268,6 @@ class FusedStep:
             counts = [float(param not in absent) for param in self._weights.params]
             self._counts = key, torch.tensor(counts, device=self._steps.device)
         return self._counts[1]
-
-    def _hand_over_state(self) -> None:
-        for group in self._optimizer.param_groups:
-            names = self._kernel.states(group)
-            held = {id(tensor) for tensor in group["params"]}
-            for param, stepped in self._weights.pairs():
-                if id(stepped) not in held:
-                    continue
-                buffer_state = self._state[param.buffer]
-                state = {name: buffer_state[name][param.own_range].view(stepped.shape) for name in names}
-                if self._kernel.counts_steps:
-                    state["step"] = self._step_of[param]
-                if state:
-                    self._optimizer.state[stepped] = state
-
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        self._loading = state_dict  # torch casts loaded state to the dtype of the stepped tensor: half, for remainders
-
-    @torch.no_grad()
-    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the loaded state into the flat tensors, and give the optimizer its views again."""
-        assert self._loading is not None
-        saved: dict[int, Mapping[str, Any]] = {}
-        for theirs, ours in zip(self._loading["param_groups"], optimizer.param_groups, strict=True):
-            for key, stepped in zip(theirs["params"], ours["params"], strict=True):
-                saved[id(stepped)] = self._loading["state"].get(key, {})
-        self._loading = None
-        self._hand_over_state()
-        for _, stepped in self._weights.pairs():
-            for name, value in optimizer.state.get(stepped, {}).items():
-                found = saved.get(id(stepped), {}).get(name)
-                if found is None:  # saved before its first step
-                    value.zero_()
-                else:
-                    value.copy_(torch.as_tensor(found).reshape(value.shape))
-        self.state_loaded()
 
     def state_loaded(self) -> None:
         """Update the step ranges after the optimizer's state was changed in place."""

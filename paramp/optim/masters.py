@@ -10,27 +10,21 @@
 ==========================  ==================================  ======================================================
 
 An engine has one :class:`Masters` for the part of each flat buffer that this rank steps. Loops without flat buffers
-(:mod:`paramp.compat`, :mod:`paramp.integrations`) have one for each parameter, plain or DTensor.
+have one for each parameter (:mod:`.parameter_masters`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 import torch
-from torch import nn
 
-from ..base.dtensor import is_dtensor, local
-from ..base.module_surgery import cast_parameters
-from ..base.scratch_memory_cpu import Scratch, zeros_apart
-from ..base.torch_internals import expect
+from ..base.long_tensors_cpu import zeros_apart
+from ..base.scratch_memory_cpu import Scratch
 from ..precision.master_residuals import join, split
-from ..precision.modes import Precision
 from ..precision.stochastic_rounding import rounded
-
-expect("torch._foreach_copy_")
 
 ALL = slice(None)
 
@@ -96,15 +90,6 @@ class Masters:
     def follow_load(self, own: slice) -> None:
         """Update masters after weights were loaded."""
         self.read(own)
-
-    def take_gradient(self) -> None:
-        """Set the gradient of the stepped tensor to the weight's, in its dtype; None if there is none."""
-        gradient = self.weight.grad
-        if gradient is None:
-            self.stepped.grad = None
-        elif self.stepped is not self.weight:
-            given = gradient if is_dtensor(self.stepped) else local(gradient)
-            self.stepped.grad = given.detach().to(self.stepped.dtype)
 
 
 class StochasticWeights(Masters):
@@ -190,44 +175,3 @@ def follow(weight: torch.Tensor, master: torch.Tensor, scratch: Scratch | None =
     if weight.device.type == "cpu" and not changed.flatten().view(torch.uint8).any():  # any() is fast for bytes only
         return
     torch.where(changed == 0, master, weight, out=master)
-
-
-@torch.no_grad()
-def follow_changes(parameters: Iterable[Masters]) -> None:
-    """Update masters whose weights were changed in place since the last rounding; call it before masters are read."""
-    for one in parameters:
-        if one.has_master:
-            follow(local(one.weight).detach(), local(one.stepped).detach())
-
-
-@torch.no_grad()
-def write_back(parameters: Iterable[Masters]) -> None:
-    """Round the stepped masters to their weights. Without masters they share storage already."""
-    pairs = [(local(one.weight), local(one.stepped)) for one in parameters if one.has_master]
-    if pairs:
-        rounded, masters = zip(*pairs, strict=True)
-        torch._foreach_copy_(list[torch.Tensor](rounded), list[torch.Tensor](masters))
-
-
-def drop_gradients(parameters: Iterable[Masters]) -> None:
-    """Free the masters' fp32 gradients, which are not read after the step."""
-    for one in parameters:
-        if one.has_master:
-            one.stepped.grad = None
-
-
-def cast_weights(
-    module: nn.Module, precision: Precision, *, untrained: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """Cast the weights of ``module`` to the mode's dtype.
-
-    ``untrained``: another dtype for frozen weights and for buffers.
-
-    Returns:
-        If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
-    """
-    named = module.named_parameters() if precision.masters else ()
-    originals = {name: local(parameter).detach() for name, parameter in named}
-    keep = precision.keep_batchnorm_fp32
-    cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
-    return originals

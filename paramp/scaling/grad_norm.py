@@ -201,3 +201,11 @@ def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tu
         dist.all_reduce(table)
     norm = table[:size].amax() if math.isinf(norm_type) else table[0].pow(1.0 / norm_type)
     return norm, table[size] if distributed else failed
+
+
+def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device) -> torch.Tensor:
+    """This rank's part of the number of zero elements, 0-dim float64 on ``device``."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
+        total += (gradient.numel() - gradient.count_nonzero()).to(device) * norm_weight
+    return total

@@ -108,11 +108,3 @@ def _block_norms(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
     if whole == flat.numel():
         return norms
     return torch.cat([norms, torch.linalg.vector_norm(flat[whole:], norm_type).reshape(1)])
-
-
-def count_zeros(gradients: Sequence[torch.Tensor], norm_weights: Sequence[float], device: torch.device) -> torch.Tensor:
-    """This rank's part of the number of zero elements, 0-dim float64 on ``device``."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, norm_weight in zip(gradients, norm_weights, strict=True):
-        total += (gradient.numel() - gradient.count_nonzero()).to(device) * norm_weight
-    return total

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ....base.dtensor import local
-from ....optim.masters import Masters
+from ....optim.parameter_masters import ParameterMasters
 from ....scaling.gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 
@@ -17,7 +17,7 @@ def is_low(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-class AmpWeight(Masters):
+class AmpWeight(ParameterMasters):
     """A weight with its master, and the state of its gradient."""
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:

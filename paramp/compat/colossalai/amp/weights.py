@@ -9,13 +9,8 @@ from torch import nn
 
 from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, trained_and_frozen
-from ....optim.masters import (
-    Masters,
-    cast_weights,
-    drop_gradients,
-    follow_changes,
-    write_back,
-)
+from ....optim.flat_weights import cast_weights
+from ....optim.parameter_masters import ParameterMasters, drop_gradients, follow_changes, write_back
 from ....optim.user_changes.replaced_parameters import ModelParameters
 from ....precision.modes import Precision
 
@@ -38,7 +33,8 @@ class Weights:
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         self._weights = [
-            Masters(parameter, _stepped_for(parameter, originals.pop(name, None))) for name, parameter in trained
+            ParameterMasters(parameter, _stepped_for(parameter, originals.pop(name, None)))
+            for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
         self._model_parameters = ModelParameters(module)
