@@ -1,4 +1,4 @@
-"""Warnings, once each, of gradients that no step uses, that are added up or changed by mistake, or that are others'."""
+"""What is wrong with gradients before a step: warnings, once each, if no step uses them, or they are not its batch's."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ BY_HAND = (
     "step(): its gradients are from no backward of the engine, such as loss.backward() of a loss of model(x): a step "
     "divides gradients by the loss scale ({}), and adds those of data ranks up. Call engine.forward_backward(x, y), or "
     "engine.backward(engine.criterion(engine(x), y))"
+)
+NO_BACKWARD = (
+    "step(): no backward since the last step, so there are no gradients to step with; call "
+    "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
 )
 INSIDE = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 """Where the code is that the user's line calls."""

@@ -32,7 +32,7 @@ from ..scaling.loss_scaler import DistributedGradScaler
 from . import user_backward
 from .loss_counts import CountUnit, Loss
 from .shared_failure import SAME_KIND, SharedFailure
-from .unstepped_batches import BY_HAND, CHANGED, UnsteppedBatches
+from .unstepped_batches import BY_HAND, CHANGED, NO_BACKWARD, UnsteppedBatches
 
 MEAN, COUNTED = "a mean", "(sum, count)"
 """The kinds of losses."""
@@ -174,10 +174,6 @@ INCOMPLETE = (
 APPLIED = (
     "engine.ema.applied(): the model has the averaged weights, with which there is no training, saving or loading of "
     "checkpoints; leave the `with` block before"
-)
-NO_BACKWARD = (
-    "step(): no backward since the last step, so there are no gradients to step with; call "
-    "engine.forward_backward(x, y), or engine.backward(engine.criterion(engine(x), y)), before each step"
 )
 TRAINING = State.OPEN, State.CALLED, State.STEPPED
 """The states that a backward, a call of ``step()`` and a step lead to."""
