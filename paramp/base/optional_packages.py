@@ -43,7 +43,7 @@ def find_apex() -> ApexStatus:
     if spec is None:
         return ApexStatus(kind="none", reason="no package apex is installed; torch's own fused kernels are used")
     where = spec.origin or ", ".join(spec.submodule_search_locations or ())
-    version = _version("apex")
+    version = installed_version("apex")
     if not all(_has(spec, name) for name in SUBPACKAGES):
         return ApexStatus(
             kind="wrong",
@@ -86,7 +86,7 @@ def find_transformer_engine() -> PackageStatus:
 def _find(name: str, how: str) -> PackageStatus:
     if not _is_there(name):
         return PackageStatus(found=False, reason=f"no package {name} is installed; {how}")
-    version = _version(name)
+    version = installed_version(name)
     return PackageStatus(found=True, version=version, reason=f"{name} {version or 'of an unknown version'}")
 
 
@@ -105,7 +105,8 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of the package ``name``, as pip knows it; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

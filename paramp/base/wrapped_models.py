@@ -63,7 +63,7 @@ UNUSABLE = {
 }
 """(module, class) -> the fix for a model of another's loop, whose parameters are not those of its modules."""
 SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What wrappers of torch add to the names of modules inside them."""
+"""What wrappers of torch add to the names of modules inside them; distributed checkpoints leave it out."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

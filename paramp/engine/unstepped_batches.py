@@ -1,4 +1,4 @@
-"""What is wrong with gradients before a step: warnings, once each, if no step uses them, or they are not its batch's."""
+"""What is wrong with gradients before a step: warnings, once each, if no step uses them, or they are another's."""
 
 from __future__ import annotations
 

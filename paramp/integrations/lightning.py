@@ -20,13 +20,13 @@ from torch import nn
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS
-from ..base.wrapped_models import is_unit
+from ..base.wrapped_models import is_unit, plain_name
 from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
 from .lightning_precision import LightningPrecision
 from .logical_gradient import logical_parameter
-from .module_masters import ModuleMasters, plain_name
+from .module_masters import ModuleMasters
 from .shared_grad_scaler import device_types
 
 

@@ -22,10 +22,8 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
+from ..base.wrapped_models import plain_name
 from ..optim.parameter_masters import ParameterMasters, drop_gradients, follow_changes, write_back
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What ``torch.compile`` and activation checkpointing add to names; distributed checkpoints leave it out."""
 
 
 class ModuleMasters:
@@ -192,11 +190,6 @@ class ModuleMasters:
                 continue  # torch reports it
             if is_dtensor(value) == is_dtensor(one.stepped):
                 one.stepped.copy_(value)
-
-
-def plain_name(name: str) -> str:
-    """``name`` of a parameter without the parts of :data:`WRAPPERS`."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

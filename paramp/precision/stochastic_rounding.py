@@ -30,7 +30,7 @@ def random_bits(index: torch.Tensor, key: int, step: torch.Tensor) -> torch.Tens
     """
     if index.dtype is torch.int64:  # indices that differ by multiples of 2**32 then differ in the lower half
         index = (index ^ (index >> 32) * 0x9E3779B1).int()
-    word = _mix_(index ^ _signed(key))
+    word = _mix_(index ^ signed(key))
     return _mix_(word.bitwise_xor_(_mix_((step ^ key * 0x9E3779B1 % 2**32).int())))
 
 
@@ -51,7 +51,7 @@ class BitStream:
 def _mix_(word: torch.Tensor) -> torch.Tensor:
     """In place, a bijection of 32-bit words with little bias (Wellons, "lowbias32"). The products wrap."""
     word.bitwise_xor_(_shifted(word, 16)).mul_(0x7FEB352D)
-    word.bitwise_xor_(_shifted(word, 15)).mul_(_signed(0x846CA68B))
+    word.bitwise_xor_(_shifted(word, 15)).mul_(signed(0x846CA68B))
     return word.bitwise_xor_(_shifted(word, 16))
 
 
@@ -60,7 +60,7 @@ def _shifted(word: torch.Tensor, bits: int) -> torch.Tensor:
     return (word >> bits).bitwise_and_(2 ** (32 - bits) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The int32 with the bits of ``word``, 0 to 2**32 - 1."""
     return word - 2**32 if word >= 2**31 else word
 

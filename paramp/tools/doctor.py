@@ -7,7 +7,6 @@ group. So it runs anywhere, also where training does not start. A problem is a l
 """
 
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from ..base.compilers import why_not_inductor
 from ..base.errors import LaunchError
-from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine
+from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine, installed_version
 from ..distributed.launcher_env import find_place
 from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
 from ..precision.modes import PRESETS, Precision
@@ -62,7 +61,7 @@ def examine() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
-        | {package: _version(package) for package in PACKAGES},
+        | {package: installed_version(package) for package in PACKAGES},
         "commit": _commit(Path(__file__).parents[2]),
         "device": devices[0]["kind"],
         "devices": devices,
@@ -76,13 +75,6 @@ def examine() -> dict[str, Any]:
         "compile": {"runs": why_not_compiled is None, "why": why_not_compiled},
         "modes": {name: _mode(precision, devices) for name, precision in PRESETS.items()},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit(clone: Path) -> str | None:
@@ -158,7 +150,7 @@ def _mpi() -> dict[str, Any]:
     if path is not None:
         text = "".join(_answer(path, "--version")).lower()
         kind = next((kind for word, kind in MPI_KINDS.items() if word in text), "an unknown kind")
-    return {"mpirun": kind, "path": path, "mpi4py": _version("mpi4py")}
+    return {"mpirun": kind, "path": path, "mpi4py": installed_version("mpi4py")}
 
 
 def _mode(precision: Precision, devices: list[dict[str, Any]]) -> dict[str, str]:

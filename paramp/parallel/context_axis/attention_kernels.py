@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from ...base.torch_internals import expect
+from ...precision.stochastic_rounding import signed
 from .visible_keys import Sees, Tile, VisibleKeys
 
 _aten = torch.ops.aten
@@ -289,26 +290,21 @@ def kept(
         queries: positions in the sequence.
         keys: positions in the sequence.
     """
-    state = torch.full((1, 1, 1, 1), _signed(_START), dtype=torch.int32, device=keys.device)
+    state = torch.full((1, 1, 1, 1), signed(_START), dtype=torch.int32, device=keys.device)
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF):
-        state = _mixed(state ^ _signed(word))
+        state = _mixed(state ^ signed(word))
     for dim, words in enumerate((batch, heads, queries)):
         state = _mixed(state ^ words.to(torch.int32).view([-1 if axis == dim else 1 for axis in range(4)]))
     # The second time, because two rows of which the states differ in few bits have the same numbers in another order.
-    drawn = _mixed(_mixed(state ^ keys.to(torch.int32)) ^ _mixed(state + _signed(_START)))
+    drawn = _mixed(_mixed(state ^ keys.to(torch.int32)) ^ _mixed(state + signed(_START)))
     return drawn >= int(probability * 2**32) - 2**31
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
     """MurmurHash3's finalizer, in place; the shifts of torch are of signed numbers."""
     x ^= (x >> 16) & 0xFFFF
-    x *= _signed(_FIRST)
+    x *= signed(_FIRST)
     x ^= (x >> 13) & 0x7FFFF
-    x *= _signed(_SECOND)
+    x *= signed(_SECOND)
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _signed(word: int) -> int:
-    """The int32 of the same 32 bits."""
-    return word - 2**32 if word >= 2**31 else word
