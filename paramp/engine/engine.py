@@ -9,7 +9,7 @@ model (``state.full_state``), and what is reported about training (:mod:`paramp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -209,6 +209,25 @@ class Engine:
         that returns ``(sum, count)``. Batches may have any size, and data ranks different numbers of them.
         """
         return self._runner.evaluate(inputs, target)
+
+    @_on_every_rank
+    def count_tokens(self, batches: Iterable[Any]) -> None:
+        """Run the batches of the next step without gradients, for a mixture that is balanced over all of them.
+
+        Call it before the first :meth:`forward_backward` of each step whose balance is to be that of the global batch.
+        Buffers and random streams are put back, so that the batches have the same dropout again.
+
+        Args:
+            batches: of this step, in its order: pairs ``(inputs, target)``, or mappings of inputs.
+
+        Raises:
+            ConfigError: the model counts no tokens, or counts those of each chunk (``reproducible``).
+            ValueError: ranks have different numbers of batches; :meth:`step` raises it, and makes no step, if its
+                batches were others. On every rank.
+        """
+        if self._runner.check_counted not in self.before_step:
+            self.before_step.insert(0, self._runner.check_counted)
+        self._runner.count_tokens(batches)
 
     @_on_every_rank
     @torch.no_grad()

@@ -88,7 +88,7 @@ def run_loader(
             problem = failure.take()
             try:
                 batches = iter(loader) if batches is None else batches
-                batch = next(map(_batch, batches), None)
+                batch = next(map(batch_of, batches), None)
                 parts = [] if batch is None else [*_parts(batch, num_microbatches)]
             except Exception as error:
                 problem = problem or error
@@ -134,14 +134,15 @@ def _agree(
     return int(max(num_runs)) // num_ranks
 
 
-def _batch(batch: Any) -> Batch:
+def batch_of(batch: Any, given_by: str = "loader: yielded") -> Batch:
+    """The batch of a pair ``(inputs, target)``, or of a mapping of inputs; a ConfigError for anything else."""
     if isinstance(batch, Mapping):
         return Batch.of(batch)
     is_sequence = isinstance(batch, (tuple, list))
     if is_sequence and len(batch) == 2:
         return Batch.of(*batch)
     raise ConfigError(
-        f"loader: yielded {type(batch).__name__}{f' of {len(batch)}' if is_sequence else ''}, expected a pair (inputs, "
+        f"{given_by} {type(batch).__name__}{f' of {len(batch)}' if is_sequence else ''}, expected a pair (inputs, "
         "target), or a mapping of the model's keyword inputs"
     )
 

@@ -1,29 +1,49 @@
-"""What an engine runs beside :meth:`Engine.forward_backward`: the user's own loop, evaluations, a batch once more."""
+"""What an engine runs beside :meth:`Engine.forward_backward`: the user's own loop, evaluations, a batch once more.
+
+:meth:`Engine.count_tokens` runs the batches of a step forward before they are trained on, for modules whose gradients
+need a sum over all of them (:mod:`paramp.parallel.token_counts`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..base.dtensor import full_tensor
+from ..base.errors import ConfigError
 from ..base.trees import map_tensors, tensors
 from ..distributed.rank_progress import BATCH
 from ..observe.overflow_record import RecordedBatch
 from ..observe.overflow_trace import Tracer
 from ..parallel.batch_outputs import broadcast_tree, join
 from ..parallel.batches import Batch
+from ..parallel.token_counts import EACH_ONCE, announcing
 from .batch_runner import BatchRunner, Seen, no_loss
-from .evaluation import evaluation_mode, is_loader, run_loader
+from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
 from .loss_counts import Loss
 from .shared_failure import SharedFailure
 from .window import LossTotals
 
+IN_A_STEP = (
+    "count_tokens: got a call after a batch of this step, expected one before the first; if that batch failed, call "
+    "zero_grad() before"
+)
+NO_COUNTS = (
+    "count_tokens: the model counts no tokens, expected a mixture that is balanced: a MoEGPT, a model of transformers "
+    "with output_router_logits=True or a bias_rate in its configuration, or one with a TokenCounts for each router"
+)
+
 
 class LoopRunner(BatchRunner):
     """Runs what loops of the user's call."""
+
+    _counted: Sequence[Batch] | None = None
+    """The batches of the next step, whose tokens were counted."""
 
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
@@ -75,6 +95,56 @@ class LoopRunner(BatchRunner):
             else:
                 self.run(inputs, target, totals=totals)
         return self._losses.mean(totals)
+
+    @torch.no_grad()
+    def count_tokens(self, batches: Iterable[Any]) -> None:
+        """Run all batches of the next step forward, for its counts, as :meth:`Engine.count_tokens` does."""
+        window, given, problem = self._window, list[Batch](), None
+        if window.is_open:
+            raise RuntimeError(IN_A_STEP)
+        try:
+            given = [batch_of(batch, "count_tokens: got") for batch in batches]
+        except Exception as error:
+            problem = error
+        self._failure.agree(problem)
+        self._check_counts(len(given), len(window.counts))
+        self._counted = None
+        with self._context.phase("evaluation"), announcing(window.counts), window.record().again():
+            for batch in given:
+                self.run(batch, None)
+            self._failure.agree(self._failure.take())
+        self._counted = given
+
+    def _check_counts(self, num_batches: int, num_counts: int) -> None:
+        """Check that ranks have as many batches, and that some count; a collective of the world."""
+        found = torch.tensor([num_batches, -num_batches, num_counts], device=self._context.device)
+        if self._context.world_size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        most, least, counts = found.tolist()
+        if not counts:
+            raise ConfigError(NO_COUNTS)
+        if most != -least:
+            raise ValueError(f"count_tokens: got {-least} batches on one rank, and {most} on another, expected as many")
+
+    def check_counted(self) -> None:
+        """Before a step: raise a ValueError on every rank if its batches are not those whose tokens were counted."""
+        counts, given, self._counted = self._window.counts, self._counted, None
+        if given is None:
+            return
+        problem = self._failure.take()
+        try:
+            if all(one.announced is not None for one in counts):
+                _check_same(given, self._window.calls)
+            for one in counts:
+                one.check_announced()
+        except ValueError as error:
+            problem = problem or error
+        try:
+            self._failure.agree(problem)
+        except Exception:
+            for one in counts:
+                one.restart()
+            raise
 
     def run_next(
         self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
@@ -184,6 +254,28 @@ def _next_pair(data_iter: Iterator[Any]) -> tuple[Any, Any]:
             "keyword inputs"
         )
     return batch[0], batch[1]
+
+
+def _check_same(counted: Sequence[Batch], calls: Sequence[RecordedBatch] | None) -> None:
+    """Raise a ValueError if the batches of a window, None if they are not known, are not those ``counted``."""
+    if calls is None:
+        return
+    if len(calls) != len(counted):
+        raise ValueError(f"count_tokens: got {len(counted)} batches, but the step has {len(calls)}; {EACH_ONCE}")
+    for number, (batch, call) in enumerate(zip(counted, calls, strict=True), start=1):
+        pairs = itertools.zip_longest(_tensors(batch), _tensors(call.batch))
+        if not all(one is other or _are_equal(one, other) for one, other in pairs):
+            raise ValueError(f"count_tokens: its batch {number} has other inputs than that of the step; {EACH_ONCE}")
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    return [leaf for _, leaf in batch.unwrapped().inputs() if isinstance(leaf, torch.Tensor)]
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one, other.to(one.device))
 
 
 def joined(seen: Seen) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ differentiated, is all that a microbatch needs to know of the others. Qiu et al.
 2501.11873) keep the counts of the microbatches so far in a buffer, and take f from it. Here a forward does so, and a
 backward takes f from what the buffer has by then. Where all forwards of a step precede its backwards, that is the
 global batch, and the gradient is exact: with one microbatch, and with the schedules ``gpipe`` and ``looped-bfs``.
+Elsewhere it is exact after :meth:`paramp.Engine.count_tokens`, which runs all forwards of a step without gradients, and
+so announces its counts: all of its forwards and backwards then take f from these.
 
 **The biases** (Wang et al. 2024, *Auxiliary-loss-free load balancing*, arXiv 2408.15664; DeepSeek-V3) are added to the
 scores by which experts are chosen, not to their weights. After a step that was made, each moves by a fixed rate towards
@@ -18,7 +20,7 @@ equal counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base.backward_state import in_backward
 from ..base.collectives import all_reduce_
+from ..base.errors import ConfigError
 from ..base.uncompiled import uncompiled
 
 REENTRANT = (
@@ -39,6 +42,17 @@ DROPPED = (
     "TokenCounts: the counts of this forward were dropped before its backward; call zero_grad() before the forward, or "
     "after the step"
 )
+EACH_ONCE = (
+    "call it before each step, with the batches of its calls of forward_backward in their order, each of them once"
+)
+APART = (
+    "count_tokens: got a call with reproducible in the configuration, expected none: the loss of the balance then has "
+    "the counts of each chunk alone; leave one of the two out"
+)
+OTHER_COUNTS = (
+    "count_tokens: its batches have {announced} choices of experts (with output_router_logits also tokens and labels), "
+    f"but those of the step have {{found}}; {EACH_ONCE}"
+)
 
 
 class StepCounts(nn.Module):
@@ -47,18 +61,21 @@ class StepCounts(nn.Module):
     In an engine they are those of the step so far. Without one they are those of one forward on this rank.
 
     Attributes:
-        total: of the step so far, 1-dim int64.
+        total: of the step so far, (experts + others), int64: choices of each expert first.
+        announced: what the total of the whole step will be; None if :func:`announcing` has not found it.
         by_labels: whether the loss is the model's own, in which microbatches are weighted by their labels.
     """
 
     total: torch.Tensor
     by_labels = True
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, num_experts: int, num_others: int = 0) -> None:
         super().__init__()
-        self.register_buffer("total", torch.zeros(size, dtype=torch.int64), persistent=False)
+        self.num_experts = num_experts
+        self.register_buffer("total", torch.zeros(num_experts + num_others, dtype=torch.int64), persistent=False)
+        self.announced: torch.Tensor | None = None
         self._group: dist.ProcessGroup | None = None
-        self._adds_up = self._apart = False
+        self._adds_up = self._apart = self._announces = False
         self._num_added = 0  # forwards in the step so far
 
     def join(self, data_ranks: dist.ProcessGroup | None, *, apart: bool = False) -> None:
@@ -71,33 +88,56 @@ class StepCounts(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy gets: it counts for itself."""
-        return vars(self) | {"_group": None, "_adds_up": False}
+        return vars(self) | {"_group": None, "_adds_up": False, "announced": None}
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether a forward is one whose counts are wanted: with gradients, or in :func:`announcing`."""
+        return self.training and (self._announces or torch.is_grad_enabled())
+
+    @property
+    def known(self) -> torch.Tensor:
+        """What is known of the total of the step: all of it if it was announced, else that of the forwards so far."""
+        return self.total if self.announced is None else self.announced
 
     def add(self, counts: torch.Tensor) -> torch.Tensor:
-        """Add ``counts`` of a forward on this rank, 1-dim int64; return those of the step so far."""
+        """Add ``counts`` of a forward on this rank, as :attr:`total`; return what is :attr:`known` then."""
         if not self._adds_up:
             return counts
         if in_backward():
             if not self._num_added:
                 raise RuntimeError(REENTRANT)
-            return counts if self._apart else self.total.clone()
+            return counts if self._apart else self.known.clone()
         everywhere = counts.clone()
         if self._group is not None:
             all_reduce_(everywhere, self._group)
+        if self._announces:
+            self.known.add_(everywhere)
         if not torch.is_grad_enabled():
             return everywhere
         self._num_added += 1
         self.total.add_(everywhere)
-        return counts if self._apart else self.total.clone()
+        return counts if self._apart else self.known.clone()
+
+    def check_announced(self) -> None:
+        """Raise a ValueError if the step that ends has other numbers than were announced.
+
+        Of all experts together: another kernel, or a sum in another order, may break ties between scores otherwise.
+        """
+        found, announced = (
+            [int(one[: self.num_experts].sum()), *one[self.num_experts :].tolist()] for one in (self.total, self.known)
+        )
+        if found != announced:
+            raise ValueError(OTHER_COUNTS.format(found=found, announced=announced))
 
     def end_step(self, skip: torch.Tensor) -> None:
         """Forget the step; ``skip``, 0-dim bool: it was not made."""
         self.restart()
 
     def restart(self) -> None:
-        """The next forward is the first of a step."""
+        """The next forward is the first of a step, of which nothing is known."""
         self.total.zero_()
-        self._num_added = 0
+        self.announced, self._num_added = None, 0
 
 
 class TokenCounts(StepCounts):
@@ -116,7 +156,7 @@ class TokenCounts(StepCounts):
     def __init__(self, num_experts: int, bias_rate: float = 0.0) -> None:
         """``bias_rate``: what a step moves each bias by."""
         super().__init__(num_experts)
-        self.num_experts, self.bias_rate = num_experts, bias_rate
+        self.bias_rate = bias_rate
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if bias_rate else None)
 
     def reset_parameters(self) -> None:
@@ -137,7 +177,7 @@ class TokenCounts(StepCounts):
 
         Args:
             counts: what :meth:`forward` returned, (experts): f in the loss. In an engine the gradient has f of the step
-                up to the backward.
+                up to the backward; both have that of the whole step after :meth:`paramp.Engine.count_tokens`.
             probabilities: of each token (tokens, experts), floating point; P is its mean over tokens.
         """
         mean = probabilities.mean(0)
@@ -175,7 +215,7 @@ class _Balance(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if not ctx.of._num_added:
             raise RuntimeError(DROPPED)
-        return gradient * ctx.of.slope(ctx.of.total, ctx.dtype), None, None
+        return gradient * ctx.of.slope(ctx.of.known, ctx.dtype), None, None
 
 
 def token_counts(module: nn.Module) -> list[StepCounts]:
@@ -194,3 +234,26 @@ def counted_alone(module: nn.Module) -> Iterator[None]:
     finally:
         for one in joined:
             one._adds_up = True
+
+
+@contextmanager
+def announcing(all_counts: Sequence[StepCounts]) -> Iterator[None]:
+    """A context for the forwards of a whole step, without gradients: on exit ``all_counts`` have announced its total.
+
+    Raises:
+        ConfigError: their losses have the counts of each forward alone.
+    """
+    if any(one._apart for one in all_counts):
+        raise ConfigError(APART)
+    for one in all_counts:
+        one.restart()
+        one.announced, one._announces = torch.zeros_like(one.total), True
+    try:
+        yield
+    except BaseException:
+        for one in all_counts:
+            one.restart()
+        raise
+    finally:
+        for one in all_counts:
+            one._announces = False

@@ -43,13 +43,17 @@ def moved(bias, counts):
     return (bias + RATE * (counts.double().mean() - counts).sign()).tolist()
 
 
-def check_step(num_calls=1, **config):
-    """One step moves the bias by the tokens of all calls on all ranks, each once."""
+def check_step(num_calls=1, counted=False, **config):
+    """One step moves the bias by the tokens of all calls on all ranks, each once; also after they were ``counted``."""
     tokens, frozen = batch(8), functools.partial(torch.optim.SGD, lr=0.0)
     with paramp.launch_from_torch({"gradient_accumulation": num_calls, **config}) as context:
         engine = engine_of(biased(), None, frozen)
         before = engine.full_state_dict()
-        for part in own_part(context, tokens)[0].chunk(num_calls):
+        parts = own_part(context, tokens)[0].chunk(num_calls)
+        if counted:
+            engine.count_tokens(map(inputs, parts))
+            assert all(one.known.sum() == tokens.numel() * 2 for one in token_counts(engine.module))
+        for part in parts:
             engine.forward_backward(inputs(part))
             engine.evaluate(inputs(part))
             totals = [one.total.tolist() for one in token_counts(engine.module)]
@@ -63,8 +67,9 @@ def check_step(num_calls=1, **config):
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_step_moves_biases_by_each_token_once(checkpointing):
-    check_step(2, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_step_moves_biases_by_each_token_once(counted, checkpointing):
+    check_step(2, counted, activation_checkpointing=checkpointing)
 
 
 @on_ranks(2)

@@ -9,8 +9,8 @@ so far, on all data ranks, as those of :mod:`paramp.parallel.token_counts`::
     last stage       K · E · Σ counts_i (Σ p)_i / tokens²                        in place of transformers' loss
 
 The sums Σ p are of one microbatch on one data rank, and have the gradient; counts, tokens and K are of the step so far,
-in the backward of the step up to it. K is the labels by which microbatches are weighted, so that over a step these
-losses add up to the one of all its tokens.
+in the backward of the step up to it, and of the whole step where they were announced. K is the labels by which
+microbatches are weighted, so that over a step these losses add up to the one of all its tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StepBalance(StepCounts):
     """The loss of the balance of one model, by what its routers gave in the step so far."""
 
     def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts + 2)  # and tokens, and weights of microbatches
+        super().__init__(num_experts, 2)  # tokens, and weights of microbatches
 
     def loss(self, sums: RouterSums, num_labels: torch.Tensor | None) -> torch.Tensor:
         """The loss of a microbatch over its weight, 0-dim fp64; ``num_labels``: 0-dim int64, None without labels."""
@@ -74,7 +74,7 @@ class StepBalance(StepCounts):
         if num_labels is not None and self.by_labels:
             weight = num_labels.to(weight).view(1)
         counts = torch.cat([sums.numbers, weight])
-        if not self.training or not torch.is_grad_enabled():
+        if not self.is_counting:
             return (sums.probabilities * _slope(counts)).sum() / weight.clamp(min=1)[0]
         so_far, probabilities = self.add(counts), sums.probabilities / weight.clamp(min=1)
         if self._apart or not self._adds_up:
@@ -101,7 +101,7 @@ class _WithLaterCounts(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if not ctx.of._num_added:
             raise RuntimeError(DROPPED)
-        return gradient * _slope(ctx.of.total), None, None
+        return gradient * _slope(ctx.of.known), None, None
 
 
 def sums_of(

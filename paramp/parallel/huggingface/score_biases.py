@@ -37,7 +37,7 @@ class ScoreBias(TokenCounts):
 
     def see(self, router: nn.Module, _: Any, output: Any) -> None:
         """A hook behind ``router``, whose output has the index of each token's experts."""
-        if self.training and torch.is_grad_enabled():
+        if self.is_counting:
             self(next(one for one in tensors(output) if not one.is_floating_point()))
 
 
