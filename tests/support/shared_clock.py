@@ -101,7 +101,7 @@ class SharedClock:
             time.sleep(PAUSE)
 
     def wait_for_beats(self, rank: int, count: int) -> None:
-        """Until ``rank``, whose process this is, has beaten so often."""
+        """Until ``rank`` has beaten so often."""
         until = self._beats[rank] + count
         while self._beats[rank] < until:
             time.sleep(PAUSE)

@@ -36,7 +36,10 @@ def clock():
 
 
 def stop():
-    clock().wait_for_beats(int(os.environ["RANK"]), 2)  # one with the phase
+    rank = int(os.environ["RANK"])
+    clock().wait_for_beats(rank, 2)  # one with the phase
+    for other in {*range(SIZE)} - {rank}:
+        clock().wait_for_beats(other, 2)  # which has read it: rank 0 stops with the store
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
