@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.uncompiled import unwatched
-from ..distributed.context import ParallelContext
+from ..distributed.context import Axis, ParallelContext
 from ..distributed.token_positions import ACTIVE
-from ..parallel.context_axis.sequence_axis import SequenceAxis, scaled_dot_product_attention
+from ..parallel.batches import Batch
+from ..parallel.context_axis.sequence_axis import SequenceAxis, SequencePlaces, scaled_dot_product_attention
 from ..parallel.context_axis.sequence_layout import SequenceLayout
 from . import attention as products
 from .masks import Masks
@@ -77,6 +78,16 @@ class ExactSequenceAxis(SequenceAxis):
             "the context axis, expected the same number: the forward depends on the tokens that a rank has; set "
             "parallel.context to 1"
         )
+
+    @property
+    def slice(self) -> int:
+        """Which slice of the sequence a mixture of experts computes, over all ranks of the axis; 0 where none does."""
+        mixture = self._forwards.mixture
+        return 0 if mixture is None else self._rank * self._sizes.local_sequence_slices + mixture.index
+
+    def places(self, tensor_axis: Axis, microbatch: Batch) -> SequencePlaces:
+        """As in the base class; tensor ranks have no parts of the tokens."""
+        return super().places(Axis(0, 1, tensor_axis.group), microbatch)
 
     def trial(self) -> AbstractContextManager[None]:
         return self._forwards.aside()

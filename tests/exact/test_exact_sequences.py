@@ -8,7 +8,6 @@ from exact_tasks import (
     GEMMA2,
     LLAMA,
     LONG,
-    LONG_MIXTURES,
     SMALL,
     labelled,
     mixtures,
@@ -53,21 +52,21 @@ def test_cut_sequences_have_the_same_bits(task, layout, mode):
     assert_same_bits(trained(task, mode, layout, Part(0, STEPS)), expected)
 
 
-MOST_MODES = ("32-true", "16-mixed", "bf16-mixed", "bf16-naive")
-MOST_LAYOUTS = ("cp4", "cp2·ep2", "cp2·tp2", "cp2·pp2", "fsdp2·cp2·ep2")
 OF_EXPERTS = [
-    ("sequences: mixtures", layout, mode)
-    for layout in (*CONTEXT_LAYOUTS, *CONTEXT_EXPERT_LAYOUTS, *OTHERS, "ep2")
-    for mode in MODES
-]
-OF_EXPERTS += [
     (f"sequences: {task}", layout, mode)
-    for task in LONG_MIXTURES
-    for layout in MOST_LAYOUTS
-    for mode in MOST_MODES
-    if task != "mixtures"
-    and not (LONG_MIXTURES[task].plan == {} and ("tp" in layout or "pp" in layout))
-    and not (task == "OLMoE" and "pp" in layout)  # transformers has no pipeline plan of it
+    for task, modes, layouts in (
+        ("mixtures", MODES, (*CONTEXT_EXPERT_LAYOUTS, "cp2·tp2")),
+        ("mixtures", ("32-true", "bf16-naive"), ("cp2", "cp4", "cp2·pp2", "dp2·cp2 + zero1", "fsdp2·cp2")),
+        ("mixtures", ("16-mixed",), (*OTHERS, "ep2")),
+        ("mixtures, checkpointed", ("16-mixed",), ("cp2", *CONTEXT_EXPERT_LAYOUTS)),
+        ("mixtures, chunks of 2", ("bf16-mixed",), ("cp2", "cp2·ep2", "cp2·tp2")),
+        *((name, ("32-true", "bf16-naive"), ("cp2·tp2", "cp2·pp2")) for name in ("Mixtral", "DeepSeek-V3")),
+        *((name, ("16-mixed", "bf16-mixed"), CONTEXT_EXPERT_LAYOUTS) for name in ("Mixtral", "DeepSeek-V3")),
+        *((name, ("bf16-naive", "16-mixed"), CONTEXT_EXPERT_LAYOUTS) for name in ("Qwen3-MoE", "OLMoE")),
+        ("Mixtral, padded", ("32-true", "bf16-mixed"), ("cp4", "fsdp2·cp2·ep2")),
+    )
+    for layout in layouts
+    for mode in modes
 ]
 PART_OF_EXPERTS = [
     ("sequences: mixtures", "cp2·ep2", "16-mixed"),

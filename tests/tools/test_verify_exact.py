@@ -9,7 +9,7 @@ import faults
 import pytest
 import torch
 from commands import ROOT, python
-from families import cases, family
+from families import cases, family, rarely
 from pool import run_on_ranks
 from verified import gpt, mixtures
 
@@ -35,6 +35,7 @@ LAYOUTS = {
     "pp2·tp2": {"pipeline": 2, "tensor": 2},
     "dp2·tp2": {"data": 2, "tensor": 2, "sequence_parallel": True},
     "ep2": {"expert": 2},
+    "cp2·ep2": {"context": 2, "expert": 2},
     "cp2": {"context": 2},
     "cp2·tp2": {"context": 2, "tensor": 2},
     "cp2·pp2": {"context": 2, "pipeline": 2},
@@ -112,19 +113,20 @@ def test_equal_runs_are_reported_as_equal(layout, precision, verify):
     assert [*report.lines()][-1].endswith(f"has the bits of the single process in 2 steps of {precision}")
 
 
-def test_the_gradients_of_experts_over_ranks_are_compared(verify):
+@pytest.mark.parametrize(("layout", "rank"), rarely([("ep2", 1), ("cp2", 1), ("cp2·ep2", 2)], ("ep2", 1)))
+def test_the_gradients_of_experts_over_ranks_are_compared(layout, rank, verify):
     """Of each microbatch, also those that arrive at once."""
     of_experts = replace(OPTIONS, model="verified:mixtures", criterion="paramp.models:MoEGPT.loss")
-    report = verify("ep2", options=of_experts, clip_grad_norm=1.0)
+    report = verify(layout, options=of_experts, clip_grad_norm=1.0)
     assert report.ok, "\n".join(report.lines())
     assert not report.not_compared
     assert (
         report.num_compared["weight gradient"]
         == len([*mixtures().named_parameters(remove_duplicate=False)]) * SAMPLES * 2
     )
-    fault = {"kind": "gradient", "rank": 1, "name": "blocks.1.mlp.experts.down_proj", "nth": 0}
-    report = verify("ep2", fault=fault, options=of_experts, clip_grad_norm=1.0)
-    assert (report.first.key.kind, report.first.key.name, report.first.ranks) == (fault["kind"], fault["name"], [1])
+    fault = {"kind": "gradient", "rank": rank, "name": "blocks.1.mlp.experts.down_proj", "nth": 0}
+    report = verify(layout, fault=fault, options=of_experts, clip_grad_norm=1.0)
+    assert (report.first.key.kind, report.first.key.name, report.first.ranks) == (fault["kind"], fault["name"], [rank])
 
 
 FAULTS = {

@@ -17,10 +17,13 @@ from ...base.observer_spans import Observer
 from ...base.trees import tensors
 from ...base.uncompiled import unwatched
 from ...checkpoint.chunks import chunk_of
+from ...config.reproducible import Reproducible
+from ...distributed.token_positions import ACTIVE
 from ...engine.engine import Engine
 from ...engine.state.optimizer_state import OPTIMIZER, OptimizerState
 from ...engine.step import StepResult
 from ...optim.flat_buffer import FlatParam
+from ..exact_sequence_axis import ExactSequenceAxis
 from ..microchunk_gradients import MicrochunkGradients
 from ..microchunk_run import MicrochunkTotals
 from .tensor_trace import Key, TraceWriter
@@ -42,9 +45,11 @@ class ExactRecorder(Observer):
         self._engine, self._gradients, self._totals, self._trace = engine, gradients, totals, trace
         gradients.compares_replicas = False  # a difference between tensor ranks is for the report
         self._data_rank = engine.context.dp.rank
+        reproducible = engine.context.config.reproducible
+        self._num_slices = reproducible.sequence_slices if isinstance(reproducible, Reproducible) else 1
         self._step = self._call = self._num_microbatches = 0
         self._microbatch: int | None = None
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._seen: set[Key] = set()
         self._hooks = [
             module.register_forward_hook(functools.partial(self._see_output, name)) for name, module in modules
@@ -97,12 +102,14 @@ class ExactRecorder(Observer):
             return
         with unwatched():
             found = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+            number = ACTIVE[-1].slice if ACTIVE and isinstance(ACTIVE[-1], ExactSequenceAxis) else 0
+            call = self._calls[name, number] * self._num_slices + number  # of a mixture, a rank has some slices
             for index, tensor in enumerate(found):
-                key = self._key("forward", name, self._microbatch, (self._calls[name], index))
+                key = self._key("forward", name, self._microbatch, (call, index))
                 self._add(key, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(functools.partial(self._see_gradient, replace(key, kind="backward")))
-        self._calls[name] += 1
+        self._calls[name, number] += 1
 
     def _see_gradient(self, key: Key, gradient: torch.Tensor) -> None:
         if key not in self._seen:  # a backward in two halves may come here twice
