@@ -1,5 +1,6 @@
 """Export, import and inspect, and the files of tensors, which the package ``safetensors`` reads too."""
 
+import copy
 import json
 import re
 import shutil
@@ -90,9 +91,17 @@ def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
     assert main(["import", str(file), "--to", str(path)]) == 0
     with paramp.launch_from_torch({"precision": "bf16-mixed"}):
         engine = gpt_engine(seed=1)
+        engine.forward_backward(*next(batches(1)))
+        assert engine.step().stepped
+        before, random = copy.deepcopy(engine.optimizer.state_dict()["state"]), torch.get_rng_state()
         engine.load(path)
         assert_same_tensors(engine.full_state_dict(), weights)
-        assert engine.num_steps == 0
+        assert engine.num_steps == 1
+        after = engine.optimizer.state_dict()["state"]
+        assert before.keys() == after.keys() != set()
+        for index, state in before.items():
+            assert_same_tensors(after[index], state)
+        assert torch.equal(torch.get_rng_state(), random)
     assert main(["inspect", str(path)]) == 0
     assert "weights only, imported from model.safetensors" in capsys.readouterr().out
 

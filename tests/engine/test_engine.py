@@ -1,6 +1,7 @@
 """The engine's loop, accumulation, counts and results against plain torch, and what it refuses."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from beside_plain import seeded
 from counting import Collectives
 from families import rarely
 from pool import on_ranks
-from reference import assert_trained, batches, plain_fp32_training, small_gpt, steep_gpt
+from reference import assert_trained, batches, local, plain_fp32_training, small_gpt, steep_gpt
 from small_engines import each_raises, engine_of, everywhere, gpt_engine, own_part, sgd, train_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -142,14 +143,17 @@ def test_the_collectives_of_a_step_are_few(world):
         parallel = LAYOUTS[layout.removesuffix("-sp")] | {"sequence_parallel": layout.endswith("-sp")}
         with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}) as context:
             engine = gpt_engine()
-            for _ in range(2):
+            for overflows in (False, False, True):
                 engine.forward_backward(*own_part(context, *next(batches(1))), return_loss=False)
+                if overflows and world.rank == 3:
+                    local(next(engine.parameters()).grad).view(-1)[0] = math.inf
                 with Collectives() as collectives:
-                    engine.step()
+                    assert engine.step().stepped != overflows
                 engine.zero_grad()
-            assert collectives.counts == {"allreduce": len(expected)}, (layout, collectives.counts)
-            assert collectives.elements.count(size) == 1, (layout, collectives.elements)
-            assert collectives.elements[-1] == size
+                if engine.num_steps == 2:
+                    assert collectives.counts == {"allreduce": len(expected)}, (layout, collectives.counts)
+                    assert collectives.elements.count(size) == 1, (layout, collectives.elements)
+                    assert collectives.elements[-1] == size
 
 
 @pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}], ids=["dp2", "pp2"])

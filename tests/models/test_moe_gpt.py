@@ -3,6 +3,8 @@
 import functools
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from small_engines import engine_of, own_part
 
 import paramp
 from paramp.base.dtensor import local
-from paramp.models.moe_gpt import product_by_group
+from paramp.models.moe_gpt import _has_grouped_product, product_by_group
 
 LR = 8.0
 """So large that a weight's change shows its gradient to the last bits."""
@@ -86,6 +88,29 @@ def test_a_product_by_group_takes_any_sizes_and_groups_without_rows():
     weights = torch.randn(3, 5, 6)
     found = product_by_group(rows, weights, ends)
     torch.testing.assert_close(found, torch.cat([rows[:3] @ weights[0].T, rows[3:] @ weights[2].T]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "gpu", "grouped"),
+    [
+        (torch.float32, 16, None, True),
+        (torch.bfloat16, 16, (8, 0), True),
+        (torch.float64, 16, None, False),
+        (torch.float32, 12, None, False),
+        (torch.bfloat16, 16, (7, 5), False),
+    ],
+)
+def test_there_is_one_product_for_each_expert_where_torch_has_no_grouped_one(monkeypatch, dtype, width, gpu, grouped):
+    """For GPUs, which are not here, by what torch says of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    rows = SimpleNamespace(dtype=dtype, device=torch.device("cuda:1" if gpu else "cpu"))
+    assert _has_grouped_product(rows, torch.empty(3, 8, width)) is grouped
+    if gpu is None:
+        whole, single = (mock.patch.object(F, name, wraps=getattr(F, name)) for name in ("grouped_mm", "linear"))
+        ends = torch.tensor([3, 3, 7], dtype=torch.int32)
+        with whole as of_all, single as of_one:
+            product_by_group(torch.ones(7, width, dtype=dtype), torch.ones(3, 8, width, dtype=dtype), ends)
+        assert (of_all.call_count, of_one.call_count) == ((1, 0) if grouped else (0, 3))
 
 
 @pytest.mark.parametrize("backend", rarely(["eager", "aot_eager"], "eager"))

@@ -99,7 +99,12 @@ def plant_in_gradients(world, layout):
             assert all(map(torch.equal, everything(engine), before)), (rank, name)
             report = engine.diagnose_overflow()
             experts = (everywhere(first)[rank] + index,) if "experts" in name else ()
-            assert {one.experts for one in report.gradients if one.name == name} == {experts}, (rank, name)
+            found = [one for one in report.gradients if one.name == name]
+            assert {one.experts for one in found} == {experts}, (rank, name)
+            if experts:
+                tokens_of = report.tokens[name.rpartition(".")[0]]
+                assert sum(tokens_of) == 16 * CHOICES
+                assert f" elements, of expert {experts[0]} ({tokens_of[experts[0]]} tokens)" in str(report), str(report)
             if scale == 1:  # its floor
                 scale = scale_again(engine)
         engine.zero_grad()

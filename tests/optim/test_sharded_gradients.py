@@ -191,7 +191,7 @@ def test_gradients_that_are_changed_by_hand(world, when):
 
 @on_ranks(2)
 def test_elements_are_counted_once_and_without_padding(world):
-    """Some shards are empty, and most are padded. What no rank has a gradient for is not in the histogram."""
+    """Most shards are padded. What no rank has a gradient for is not in the histogram."""
     fp16 = {"mode": AMP_TYPE.NAIVE, "log_num_zeros_in_grad": True, "initial_scale": 4.0}
     config = {"fp16": fp16, "parallel": FSDP2, "clip_grad_norm": None}
     with paramp.launch_from_torch(config):

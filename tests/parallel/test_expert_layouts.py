@@ -121,6 +121,9 @@ def check_cell(name, layout, kind, parallel):
         shards = parallel["data"]["shard"] * parallel.get("context", 1) if is_sharded else parallel["expert"]
         shards *= parallel.get("tensor", 1)
         assert all(local(value).numel() * shards == value.numel() for value in stacks_of(engine))
+        rest = parallel["data"]["shard"] * parallel.get("context", 1) if is_sharded else 1
+        norms = [value for key, value in engine.named_parameters() if key.endswith("input_layernorm.weight")]
+        assert {value.numel() / local(value).numel() for value in norms} == {rest}
 
         engine = engine_for(name, layout, OPTIMIZERS[kind])
         for step, tokens in enumerate(batch(8 * NUM_STEPS).split(8)):

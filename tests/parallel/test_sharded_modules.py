@@ -7,6 +7,7 @@ import torch
 from beside_plain import randn, seeded, train_both
 from families import cases, family, number
 from pool import on_ranks, run_on_ranks
+from reference import local
 from small_engines import engine_of
 from small_mlp import Block
 from torch import nn
@@ -133,6 +134,8 @@ def follow(world, build, parallel, steps=3, plan=None, optimizer=sgd, **options)
     config = {"clip_grad_norm": options.get("clip"), "gradient_accumulation": options.get("accumulation", 1)}
     with paramp.launch_from_torch({"parallel": parallel} | config) as context:
         engine = engine_of(seeded(build), F.mse_loss, optimizer, plan=plan)
+        here = [parameter for parameter in engine.parameters() if parameter.requires_grad and local(parameter).numel()]
+        assert sum(len(group["params"]) for group in engine.optimizer.param_groups) == len(here)
         train_both(context, engine, plain, given, optimizer=optimizer, **{"rtol": 1e-5} | options)
 
 

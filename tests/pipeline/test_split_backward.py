@@ -135,6 +135,16 @@ def freeze(model, names):
         parameter.requires_grad_(name.split(".")[0] not in names)
 
 
+def note(differentiable, name):
+    """A hook that notes under ``name`` whether what a stage receives gets a gradient."""
+
+    def hook(_, args):
+        received = args[0] if isinstance(args[0], tuple) else args
+        differentiable[name] = any(one.requires_grad for one in received)
+
+    return hook
+
+
 SPLIT = ["1", "2", "3"]
 FROZEN = (
     (Embedding, "0", ("0", "02", "0")),
@@ -154,7 +164,10 @@ def test_gradients_behind_frozen_stages(world, schedule):
     for kind, frozen, later in FROZEN:
         plain = four_stages(frozen, kind)
         with paramp.launch_from_torch({"parallel": {"pipeline": pipeline}, "precision": "64-true"}):
-            engine = engine_of(four_stages(frozen, kind))
+            engine, differentiable = engine_of(four_stages(frozen, kind)), {}
+            trained = {name[0] for name, one in plain.named_parameters() if one.requires_grad}
+            for name in {*SPLIT} & {name for name, _ in engine.module.named_modules()}:
+                engine.module.get_submodule(name).register_forward_pre_hook(note(differentiable, name))
             for names in later:
                 freeze(plain, names)
                 freeze(engine.module, names)
@@ -165,5 +178,6 @@ def test_gradients_behind_frozen_stages(world, schedule):
                 where = f"frozen {frozen!r}, then {names!r}:"
                 assert engine.forward_backward(x, y).item() == pytest.approx(loss.item(), rel=1e-6), where
                 assert_gradients(engine, plain, atol=1e-12, where=where)
+                assert differentiable == {name: min(trained) < name for name in differentiable}, where
                 assert engine.step().stepped
                 torch.optim.SGD(plain.parameters(), lr=0.1).step()

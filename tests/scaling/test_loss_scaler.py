@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import pickle
 import random
 
@@ -228,7 +229,10 @@ def test_misuse_is_reported_as_torch_does(make):
 
 IMPOSSIBLE = {
     "init_scale: got 0": {"init_scale": 0.0},
+    r"init_scale: got 1e\+39": {"init_scale": 1e39},
+    "init_scale: got 1e-46": {"init_scale": 1e-46},
     "growth_factor: got 1": {"growth_factor": 1.0},
+    "growth_factor: got inf": {"growth_factor": math.inf},
     "backoff_factor: got 1": {"backoff_factor": 1.0},
     "growth_interval: got 0": {"growth_interval": 0},
     "hysteresis: got 0": {"hysteresis": 0},

@@ -39,6 +39,8 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp·ep2": (2, {"data": {"shard": 2}, "expert": 2}),
     "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
     "hsdp·ep2": (4, {"data": {"replicate": 2, "shard": 2}, "expert": 2}),
+    "fsdp·ep2·tp2": (4, {"data": {"shard": 2}, "expert": 2, "tensor": 2}),
+    "fsdp·ep2·pp2": (4, {"data": {"shard": 2}, "expert": 2, "pipeline": 2}),
 }
 """Those of models with experts."""
 CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
