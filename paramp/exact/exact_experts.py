@@ -27,7 +27,7 @@ from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward
 from ..parallel.expert_axis import ExpertParallel, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
 from .running_modules import Forwards
-from .sliced_styles import parameter_of
+from .sliced_styles import parameters_of
 from .slices import aligned
 from .taps import Tap
 
@@ -98,13 +98,13 @@ class ExactExperts(ExpertParallel):
 
     def _weights(self, module: nn.Module, source: int) -> dict[str, torch.Tensor]:
         """This rank's parameters, by name, for the microchunk of the rank ``source`` of the axis."""
-        used, mixture = {}, self._forwards.mixture
-        for name in module._parameters:
-            value, tap = parameter_of(module, name), self.taps[name][source] if name in self.taps else None
-            if value is not None and mixture is not None:
+        used, mixture = parameters_of(module), self._forwards.mixture
+        for name, value in used.items():
+            tap = self.taps[name][source] if name in self.taps else None
+            if mixture is not None:
                 used[name] = mixture.use(module, name, value, source, tap)
-            elif value is not None:
-                used[name] = value if tap is None else tap(value)
+            elif tap is not None:
+                used[name] = tap(value)
         return used
 
 

@@ -290,11 +290,9 @@ def _use_deterministic_algorithms(context: ParallelContext) -> None:
 
 def _check_router_loss(model: Any) -> None:
     """Raise a ConfigError if the configuration of ``model``, one of transformers', asks for the loss of its routers."""
-    from ..parallel.huggingface.router_loss import asks_for_loss
+    from ..parallel.huggingface.router_loss import wants_loss
 
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if asks_for_loss(config, {}) or asks_for_loss(text, {}):
+    if wants_loss(model):
         raise ConfigError(
             "reproducible.sequence_slices: model.config.output_router_logits is True, expected False, because the loss "
             "of routers is that of the tokens that a rank has; or set it to 1"

@@ -25,8 +25,8 @@ from ..base.trees import map_tensors, tensors
 from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
 from .running_modules import Forwards
-from .sliced_styles import parameter_of
-from .slices import fan_out, join, split, sum_slices
+from .sliced_styles import aliases_of, first_input, parameters_of
+from .slices import join, split, sum_slices
 
 
 def check_sequences(model: nn.Module) -> None:
@@ -75,21 +75,20 @@ def _in_slices(forwards: Forwards, run: Any, module: nn.Module, *args: Any, **kw
         return run(module, *args, **kwargs)
     if forwards.mixture is not None:
         with unwatched():
-            used = {name: forwards.mixture.use(module, name, value) for name, value in _parameters(module).items()}
+            used = {name: forwards.mixture.use(module, name, value) for name, value in parameters_of(module).items()}
         with with_parameters(module, used):
             return run(module, *args, **kwargs)
-    x, of_slice = _given(args, kwargs)
+    x, with_first = first_input(args, kwargs)
     count = forwards.layout.local_sequence_slices
     dim = _dim_of_tokens(forwards, module, x, args, kwargs)
     with unwatched():
-        group = forwards.layout.sequences.group
-        aliases = {name: fan_out(value, count, group, dtype=value.dtype) for name, value in _parameters(module).items()}
+        aliases = aliases_of(module, count, forwards.layout.sequences.group)
         slices = split(x, count, dim)
     forwards.sliced[f"{type(module).__name__} in {forwards.module}"] += 1
     outputs = []
     for index, one in enumerate(slices):
         with forwards.in_slice(), with_parameters(module, {name: each[index] for name, each in aliases.items()}):
-            of_one, named = of_slice(one)
+            of_one, named = with_first(one)
             outputs.append(run(module, *of_one, **named))
     with unwatched():
         return _joined(outputs, dim)
@@ -99,14 +98,14 @@ def _mixture_in_slices(forwards: Forwards, run: Any, module: nn.Module, *args: A
     """``run``, a forward of the mixture ``module``, of each slice; of numbers that it returns, the mean over slices."""
     if not ACTIVE or forwards.slicing:
         return run(module, *args, **kwargs)
-    x, of_slice = _given(args, kwargs)
+    x, with_first = first_input(args, kwargs)
     dim = _dim_of_tokens(forwards, module, x, args, kwargs)
     with unwatched():
         slices = split(x, forwards.layout.local_sequence_slices, dim)
     outputs = []
     with forwards.in_mixture() as mixture:
         for mixture.index, one in enumerate(slices):
-            of_one, named = of_slice(one)
+            of_one, named = with_first(one)
             outputs.append(run(module, *of_one, **named))
     with unwatched():
         each = zip(*(tensors(output) for output in outputs), strict=True)
@@ -129,20 +128,6 @@ def _of_all_slices(
         )
     sequences = forwards.layout.sequences
     return (sum_slices(several, sequences.group) / sequences.count).to(first.dtype)
-
-
-def _parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's parts of the parameters of ``module`` itself, by name."""
-    found = {name: parameter_of(module, name) for name, value in module._parameters.items() if value is not None}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The first input of a call, and a function that returns all inputs with another first one."""
-    if args:
-        return args[0], lambda one: ((one, *args[1:]), kwargs)
-    first = next(iter(kwargs))  # the name of what is given by keyword
-    return kwargs[first], lambda one: ((), kwargs | {first: one})
 
 
 def _dim_of_tokens(forwards: Forwards, module: nn.Module, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

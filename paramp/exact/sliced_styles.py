@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -33,6 +34,25 @@ def parameter_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """This rank's part of the parameter ``name`` of ``module``; None if there is none."""
     value = module._parameters[name]
     return local_shard(cast(Any, value)) if is_dtensor(value) else value
+
+
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's parts of the parameters of ``module`` itself, by name."""
+    found = {name: parameter_of(module, name) for name in module._parameters}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def aliases_of(module: nn.Module, count: int, group: dist.ProcessGroup | None) -> dict[str, tuple[torch.Tensor, ...]]:
+    """:func:`parameters_of`, each once for every one of ``count`` slices of this rank; gradients add up over slices."""
+    return {name: fan_out(value, count, group, dtype=value.dtype) for name, value in parameters_of(module).items()}
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+    """The first input of a call, and a function that returns all inputs with another first one."""
+    if args:
+        return args[0], lambda other: ((other, *args[1:]), kwargs)
+    name = next(iter(kwargs))
+    return kwargs[name], lambda other: ((), kwargs | {name: other})
 
 
 class SlicedStyle(ParallelStyle):
@@ -177,22 +197,16 @@ class SlicedSequence(SlicedStyle):
                 distribute(module, name, device_mesh, Replicate())
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            first = None if args else next(iter(kwargs))  # the name of what is given by keyword
-            x = args[0] if first is None else kwargs[first]
-            _check_others(module, [*args[1:], *(value for name, value in kwargs.items() if name != first)])
+            x, with_first = first_input(args, kwargs)
+            _check_others(module, [*args, *kwargs.values()][1:])
             sharded = self.sequence and layout.tensor_group is not None
             count, group = slices_of_sequence(x, layout, sharded=sharded), layout.tensor_group if sharded else None
-            own = {name: parameter_of(module, name) for name, value in module._parameters.items() if value is not None}
-            aliases = {
-                name: fan_out(value, count, group, dtype=value.dtype)
-                for name, value in own.items()
-                if value is not None
-            }
+            aliases = aliases_of(module, count, group)
             outputs = []
             for index, one in enumerate(split(x, count, 1) if count > 1 else [x]):
                 with with_parameters(module, {name: several[index] for name, several in aliases.items()}):
-                    given = kwargs if first is None else kwargs | {first: one}
-                    outputs.append(run(module, *([one, *args[1:]] if args else ()), **given))
+                    of_one, named = with_first(one)
+                    outputs.append(run(module, *of_one, **named))
             return join(outputs, 1) if count > 1 else outputs[0]
 
         return replace_forward(module, forward)

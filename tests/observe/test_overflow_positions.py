@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from exact_tasks import mixtures, tokens
 from families import rarely
-from pool import run_on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import batches
-from small_engines import gpt_engine, own_part, train_step
+from small_engines import engine_of, gpt_engine, own_part, train_step
 
 import paramp
+from paramp.models import MoEGPT
 from paramp.tools.run_events import event_of
 
 TWO, EXACT = {"microbatches": 2}, {"chunk": 4, "slices": 4, "sequence_slices": 4}
@@ -115,3 +117,24 @@ def report(world, layout):
             assert dict(report.origin.place.axes).get("cp", 0) == rank
             assert f"{text} of the sequence" in str(report)
             assert event_of(1, report)["positions"] == [*positions]
+
+
+@on_ranks(2)
+def test_a_slice_of_a_mixture_is_not_taken_for_the_tokens_of_a_tensor_rank(world):
+    """Of two slices each is as long as a part of two tensor ranks; which of them had the value is not reported."""
+    cut = {"chunk": 4, "slices": 4, "sequence_slices": 2}
+    config = {"parallel": {"tensor": 2}, "precision": "32-true", "reproducible": cut}
+    with paramp.launch_from_torch(config):
+        engine = engine_of(mixtures(), MoEGPT.loss)
+        batch, router = tokens()(0), "blocks.1.mlp.router"
+        train_step(engine, *batch)
+
+        def spoil(_, inputs, output):
+            index, weights, loss = output
+            return index, torch.full_like(weights, float("nan")), loss
+
+        planted = engine.module.get_submodule(router).register_forward_hook(spoil)
+        assert train_step(engine, *batch).overflow
+        report = engine.diagnose_overflow()
+        planted.remove()
+        assert (report.origin.module, report.origin.positions) == (router, ())

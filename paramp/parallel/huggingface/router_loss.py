@@ -52,6 +52,13 @@ def asks_for_loss(config: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(getattr(config, ROUTERS, False) if asked is None else asked)
 
 
+def wants_loss(model: Any) -> bool:
+    """Whether the configuration of ``model``, if it has one, asks for the loss."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return asks_for_loss(config, {}) or asks_for_loss(text, {})
+
+
 class RouterSums(NamedTuple):
     """What routers gave to the tokens of one microbatch."""
 
@@ -152,8 +159,7 @@ class RouterLoss:
     def __init__(self, model: Any, where: ModuleType) -> None:
         self._where, self._own = where, getattr(where, FUNCTION)
         self.num_experts = next(filter(None, map(num_experts, model.modules())), 0)
-        configs = (model.config, model.config.get_text_config())
-        self.is_wanted = any(getattr(config, ROUTERS, False) for config in configs)
+        self.is_wanted = wants_loss(model)
 
     @staticmethod
     def of(model: nn.Module) -> RouterLoss | None:
