@@ -63,7 +63,7 @@ def test_functions_of_the_main_module_run_on_ranks_and_raise_what_they_raise():
 
 
 def test_an_interrupt_ends_the_ranks_and_not_the_session():
-    session = "import time, paramp\ndef wait():\n print('ready', flush=True)\n while True: time.sleep(0.05)\n"
+    session = "import os, time, paramp\ndef wait():\n os.write(1, b'ready\\n')\n while True: time.sleep(0.05)\n"
     session += "try: paramp.notebook(wait, ranks=2)\nexcept KeyboardInterrupt: print('interrupted')\n"
     pipes = {"streams": subprocess.PIPE, "PYTHONPATH": str(ROOT)}
     with start([PYTHON, "-c", session], **pipes) as process:
