@@ -157,8 +157,10 @@ class ExactSequenceAxis(SequenceAxis):
     ) -> torch.Tensor:
         count, own = self._sizes.local_sequence_slices, query.shape[2]
         masks: list[torch.Tensor | None] = [None] * count
+        blind = None
         if causal or window is not None or documents is not None:
-            masks = [*self._visible(own, causal, window, documents, query.device).chunk(count, 2)]
+            visible, blind = self._visible(own, causal, window, documents, query.device)
+            masks = [*visible.chunk(count, 2)]
         noises: list[torch.Tensor | None] = [None] * count
         if dropout:
             shape = torch.Size([*query.shape[:3], own * self.size])
@@ -182,7 +184,8 @@ class ExactSequenceAxis(SequenceAxis):
                     softcap=softcap,
                 )
             )
-        return torch.cat(outputs, 2)
+        output = torch.cat(outputs, 2)
+        return output if blind is None else output.masked_fill(blind, 0)
 
     def _of_all(self, local: torch.Tensor, count: int) -> list[torch.Tensor]:
         """The keys or values of the whole sequence, (samples, heads, tokens, features), for each slice of queries."""
@@ -196,10 +199,11 @@ class ExactSequenceAxis(SequenceAxis):
         window: int | None,
         documents: torch.Tensor | None,
         device: torch.device,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Which keys each of this rank's ``own`` queries sees, bool (samples or 1, 1, own, tokens).
 
-        Queries that see nobody else see themselves: a row of a softmax needs a key.
+        The second value says which queries see no key, bool (samples, 1, own, 1), if any can be so: torch's
+        attention gives 0 for them. The first value has the query's own key there, because a softmax needs one.
         """
         places = torch.arange(own * self.size, device=device)
         rows = self.positions(own, device)
@@ -209,11 +213,13 @@ class ExactSequenceAxis(SequenceAxis):
             seen = seen & (distance.abs() < window if causal else distance.abs() <= window)
         seen = seen[None, None]
         if documents is None:
-            return seen
+            return seen, None
         numbers = documents[:, 0].long()  # (samples, 1, tokens)
         whole = torch.cat(gathered(numbers, self._group if self.size > 1 else None), -1)
         together = (numbers[:, 0, :, None].abs() == whole) & (whole > 0)
-        return seen & together[:, None] | (distance == 0)
+        seen = seen & together[:, None]
+        blind = ~seen.any(-1, keepdim=True)
+        return seen | blind & (distance == 0), blind
 
 
 def _given(noise: torch.Tensor | None) -> products.Noise:

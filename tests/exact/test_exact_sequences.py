@@ -14,6 +14,7 @@ from exact_tasks import (
     next_token,
     of_60_tokens,
     output_loss,
+    padded,
     tokens,
 )
 from exact_training import CONTEXT_EXPERT_LAYOUTS, CONTEXT_LAYOUTS, Part, assert_same_bits, reference, trained
@@ -121,13 +122,14 @@ def nothing(model):
 PLAIN = {
     "gpt": (partial(SMALL, dropout=0.0), tokens(), next_token, None, nothing),
     "llama": (LLAMA, labelled, None, None, nothing),
+    "llama, padded": (LLAMA, padded, None, None, nothing),
     "gemma2": (GEMMA2, labelled, None, {}, nothing),
     "mixtures": (partial(mixtures, dropout=0.0, balance_weight=1.0), tokens(), MoEGPT.loss, None, balance_slices),
     "DeepSeek-V3": (partial(build_mixture, "DeepSeek-V3", "eager", 4), of_60_tokens(labelled), None, None, nothing),
 }
 
 
-@pytest.mark.parametrize("name", rarely(PLAIN, "llama", "mixtures"))
+@pytest.mark.parametrize("name", rarely(PLAIN, "llama, padded", "mixtures"))
 @on_ranks(2)
 def test_it_trains_as_plain_torch_does(world, name):
     """Equal bits alone would also be those of a mistake that every layout makes."""

@@ -95,8 +95,9 @@ def gradient_times(factor):
 
 def counts_all(function):
     def wrong(self):
-        gradients, weights = function(self)
-        return gradients, [1.0] * len(weights)
+        function(self)
+        gradients, weights = self.for_norm
+        self.for_norm = gradients, [1.0] * len(weights)
 
     return wrong
 
@@ -209,7 +210,12 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
         lambda _: lambda x, group: x,
     ),
     "outputs of sharded layers are not summed": ("LSTM", TP, f"{LINEAR}._summed_linear", lambda _: alone),
-    "the norm counts replicas": ("encoder-decoder", TP, f"{FLAT}.flat_gradients.FlatGradients.for_norm", counts_all),
+    "the norm counts replicas": (
+        "encoder-decoder",
+        TP,
+        f"{FLAT}.flat_gradients.FlatGradients.begin_window",
+        counts_all,
+    ),
     "ZeRO does not gather weights": (
         "group norms",
         {**DP, "zero": 1},

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import right_models
 from families import cases, family, number
-from planted_defects import DEFECTS, options
+from planted_defects import DEFECTS, options, planted
 from verify_runs import reports
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
@@ -30,6 +30,12 @@ def test_a_correct_model_follows(model, layout, mode):
         assert lines[-1] == f"{layout} follows the single process"
         compared = [layer for layer in report.layers if layer.forward is not None]
         assert len(compared) > 0.8 * len(report.layers)
+
+
+def test_the_library_has_what_each_defect_changes():
+    for defect in DEFECTS:
+        with planted(defect):
+            pass
 
 
 @family
