@@ -337,9 +337,16 @@ def test_flatten_gives_plain_values_for_objects_of_any_type():
 
 
 def test_a_configuration_is_frozen_and_may_be_made_directly():
-    config = load({"WIDTH": 3})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 3  # type: ignore[misc]
+    options = {"ema": {"decay": 0.5}, "precision": "transformer-engine-float16"}
+    config = load(options | {"WIDTH": 3})
+    parts = [config, load({"reproducible": {"slices": 2}}).reproducible]
+    for part in parts:
+        parts += filter(dataclasses.is_dataclass, vars(part).values())
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, None)
+        with pytest.raises(TypeError, match="positional"):
+            type(part)(dataclasses.astuple(part)[0])
+    assert {"EmaConfig", "Float8", "LossScaling", "TensorConfig"} < {type(part).__name__ for part in parts}
     with pytest.raises(AttributeError, match="no key 'HEIGHT'"):
         _ = config.HEIGHT
     tree = {"precision": "16-mixed", "parallel": {"tensor": 2}}

@@ -24,6 +24,7 @@ from paramp.scaling.decision import decide
         # Gradients without a loss; all counts are 0; two ranks failed.
         ([0, 1600, 0, 0, 0, 0, 0, 0], {}, [0, 0, 0, 8, 8, 0, 5, 0, math.nan]),
         ([0, 0, 0, 0, 0, 0, 4, 0], {}, [0, 1, 0, 8, 8, 2, 0, 0, math.nan]),
+        ([0, 0, 0, 0, 0, 0, 1, 0], {}, [0, 1, 0, 8, 8, 2, 0, 0, math.nan]),
         ([0, 1600, 0, 6, 4, 0, 4, 2], {}, [0, 1, 2, 8, 8, 2, 5, 0, 1.5]),
         # A mean on one rank, and counts of 15 on the three others, or of 0: a failure.
         ([0, 1600, 0, 8, 16, 15, 4, 0], {}, [0, 1, 1, 8 / (4 / 15), 8, 2, 5 * 4 / 15, 0, 0.5]),
