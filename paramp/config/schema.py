@@ -62,7 +62,7 @@ class Config:
     of :data:`COMPILE_OPTIONS`."""
     masters: Literal["full", "remainder"] | None = None
     """How fp32 masters are stored, in modes that have them: in full, or as the 16 bits that the half-precision weight
-    lacks (:mod:`paramp.precision.master_residuals`). None: the mode's default."""
+    lacks (:mod:`paramp.optim.remainder_masters`). None: the mode's default."""
     grad_dtype: torch.dtype | str | None = None
     """The dtype in which gradients are accumulated over microbatches: float32, or the weights'. None: the mode's
     default."""

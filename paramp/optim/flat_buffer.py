@@ -18,13 +18,22 @@ from ..base.torch_internals import take
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
 from ..scaling.local_norm import NORM_BLOCK
-from .masters import MASTERS, StochasticWeights
+from .masters import Masters, StochasticWeights
+from .remainder_masters import RemainderMasters
 
 if TYPE_CHECKING:
     from ..distributed.context import Axis
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
+
+MASTERS: dict[bool | str, Callable[[torch.Tensor], Masters]] = {
+    False: Masters,
+    "stochastic": StochasticWeights,
+    True: lambda weight: Masters(weight, zeros_apart(len(weight), torch.float32, weight.device)),
+    "remainder": RemainderMasters,
+}
+"""The masters for each value of :attr:`paramp.Precision.masters`, and for stochastic rounding without masters."""
 
 
 class Units(Protocol):

@@ -1,12 +1,13 @@
 """fp32 masters of half-precision weights: what is stepped in place of weights, and how these follow it and it them.
 
 ==========================  ==================================  ======================================================
-:data:`MASTERS`             stored beside the weights           stepped by the optimizer
+``Precision.masters``       stored beside the weights           stepped by the optimizer
 ==========================  ==================================  ======================================================
 ``False``                   nothing                             the weights
 ``"stochastic"``            nothing                             the weights, rounded stochastically after a fused step
 ``True``                    fp32 masters, 4 bytes a weight      the masters, which are then rounded to the weights
 ``"remainder"``             int16 remainders, 2 bytes a weight  masters, joined block by block, only during a step
+                                                                (:mod:`.remainder_masters`)
 ==========================  ==================================  ======================================================
 
 An engine has one :class:`Masters` for the part of each flat buffer that this rank steps. Loops without flat buffers
@@ -21,9 +22,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from ..base.long_tensors_cpu import zeros_apart
 from ..base.scratch_memory_cpu import Scratch
-from ..precision.master_residuals import join, split
 from ..precision.stochastic_rounding import rounded
 
 ALL = slice(None)
@@ -116,47 +115,6 @@ class StochasticWeights(Masters):
         weight, first = sliced(self.weight, own), self.start + (own.start or 0)
         for part, bits in self.random_bits(slice(first, first + len(values))):
             weight[part].copy_(rounded(values[part], bits(0), weight.dtype))
-
-
-class RemainderMasters(Masters):
-    """The lower 16 bits of the masters; the weights are the upper part (:mod:`paramp.precision.master_residuals`)."""
-
-    needs_fused_step = "masters: got 'remainder'"
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight)
-        self.dtype = torch.float32
-        self.remainders = zeros_apart(len(weight), torch.int16, weight.device)
-        self.state = (self.remainders,)
-
-    def part(self, own: slice) -> Self:
-        part = super().part(own)
-        part.remainders = self.remainders[own]
-        return part
-
-    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
-        weight = sliced(self.weight, own)
-        master = join(weight, sliced(self.remainders, own), scratch)
-        # After a change in place, weight and remainder may not fit together: a zero with the remainder of another
-        # bfloat16 may be NaN. So they are compared in any case.
-        follow(weight, master, scratch)
-        return master
-
-    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        split(values.float(), sliced(self.weight, own), sliced(self.remainders, own), scratch)
-
-    def follow_load(self, own: slice) -> None:
-        """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
-        self.remainders[own].zero_()
-
-
-MASTERS: dict[bool | str, Callable[[torch.Tensor], Masters]] = {
-    False: Masters,
-    "stochastic": StochasticWeights,
-    True: lambda weight: Masters(weight, zeros_apart(len(weight), torch.float32, weight.device)),
-    "remainder": RemainderMasters,
-}
-"""The masters for each value of :attr:`paramp.Precision.masters`, and for stochastic rounding without masters."""
 
 
 def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Precision:
     """The linear layers whose products run in float8; other operations run in ``compute``."""
     masters: bool | Literal["remainder"] = False
     """The optimizer steps fp32 copies of the weights. With ``"remainder"`` not the copies are stored, but the 16 bits
-    by which each differs from its half-precision weight (:mod:`paramp.precision.master_residuals`)."""
+    by which each differs from its half-precision weight (:mod:`paramp.optim.remainder_masters`)."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How stepped half-precision weights without masters are rounded (:mod:`paramp.precision.stochastic_rounding`)."""
     optimizer_state: Literal["full", "bf16"] = "full"

@@ -16,8 +16,8 @@ MANY_ARGUMENTS = {"ExactReport", "LoaderPosition", "Origin", "ShardedSampler", "
 """Constructors with more than six arguments that are still to be split."""
 PUBLIC = {"DistributedGradScaler"}
 """Constructors whose arguments are a contract."""
-CRUMBS = 12
-"""At most so many short files with one importer; wanted: 10."""
+CRUMBS = 10
+"""At most so many short files with one importer."""
 
 
 def area(module):

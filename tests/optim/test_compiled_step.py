@@ -30,8 +30,8 @@ from paramp.optim.compiled.kernels import (
     step_function,
 )
 from paramp.optim.fused_step import FusedStep
+from paramp.optim.remainder_masters import join, split
 from paramp.parallel import compiled_blocks
-from paramp.precision.master_residuals import join, split
 from paramp.scaling.local_norm import LONG, norm_power
 
 # torch's own import of Inductor warns

@@ -3,7 +3,7 @@
 from ...engine.initialize import initialize
 from ..foreign_modules import add_modules
 from . import amp, context, core, logging, nn, trainer, utils
-from .launching import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from .context import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 __all__ = [
     "amp",

@@ -15,7 +15,7 @@ from ...scaling.local_norm import Sums
 from ..flat_buffer import StepRange
 from ..flat_weights import OptimizerWeights
 from ..fused_step import FusedStep, StepBlock
-from ..masters import RemainderMasters
+from ..remainder_masters import RemainderMasters
 from .kernels import (
     FAMILIES,
     Family,

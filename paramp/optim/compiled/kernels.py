@@ -245,7 +245,7 @@ def by_arithmetic(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """:func:`~paramp.precision.master_residuals.join` without operations in place."""
+    """:func:`~paramp.optim.remainder_masters.join` without operations in place."""
     wide = weight.float()
     bits = wide.view(torch.int32)
     if weight.dtype is torch.bfloat16:
@@ -255,7 +255,7 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def left_over(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The remainder of ``master`` (float32) over its rounding to ``dtype``, as ``master_residuals.split``; int32."""
+    """The remainder of ``master`` (float32) over its rounding to ``dtype``, as ``remainder_masters.split``; int32."""
     wide = rounded(master, dtype)
     bits = wide.view(torch.int32)
     exponent = bits & 0x7F800000

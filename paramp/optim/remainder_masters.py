@@ -15,9 +15,47 @@ below that, m' differs from m by at most 2**-40.
 A weight that is not finite has the remainder 0.
 """
 
+from __future__ import annotations
+
+from typing import Self
+
 import torch
 
+from ..base.long_tensors_cpu import zeros_apart
 from ..base.scratch_memory_cpu import Scratch
+from .masters import Masters, follow, sliced
+
+
+class RemainderMasters(Masters):
+    """The lower 16 bits of the masters; the weights are the upper part."""
+
+    needs_fused_step = "masters: got 'remainder'"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.dtype = torch.float32
+        self.remainders = zeros_apart(len(weight), torch.int16, weight.device)
+        self.state = (self.remainders,)
+
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.remainders = self.remainders[own]
+        return part
+
+    def read(self, own: slice, scratch: Scratch | None = None, *, compare: bool = True) -> torch.Tensor:
+        weight = sliced(self.weight, own)
+        master = join(weight, sliced(self.remainders, own), scratch)
+        # After a change in place, weight and remainder may not fit together: a zero with the remainder of another
+        # bfloat16 may be NaN. So they are compared in any case.
+        follow(weight, master, scratch)
+        return master
+
+    def write(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        split(values.float(), sliced(self.weight, own), sliced(self.remainders, own), scratch)
+
+    def follow_load(self, own: slice) -> None:
+        """Reset the remainders, which belong to the old weights; so weights have to be loaded before masters."""
+        self.remainders[own].zero_()
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:

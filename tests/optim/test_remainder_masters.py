@@ -7,7 +7,7 @@ import torch
 from small_engines import engine_of, train_step
 
 import paramp
-from paramp.precision.master_residuals import join, split
+from paramp.optim.remainder_masters import join, split
 
 
 def every_weight(dtype):
