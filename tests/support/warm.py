@@ -35,6 +35,7 @@ import tempfile
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -308,6 +309,8 @@ def preload(package: bool) -> None:
 
 if __name__ == "__main__":
     preload(package=bool(sys.argv[3]))
+    for library in weakref.finalize._registry:  # torch's, which take 0.1 s to be taken apart at the end of each process
+        library.atexit = False
     gc.collect()
     gc.freeze()
     base_path, this = sys.path[1:], sys.modules["__main__"]
