@@ -32,6 +32,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is imported and collected: it took a third of that time
     if not HAS_TIMEOUT:
         config.addinivalue_line("markers", "timeout(seconds): without pytest-timeout it has no effect")
     try:
@@ -63,6 +64,7 @@ def pytest_collection_finish():
     """What stays for the whole run need not be gone through by every later collection, which took 0.2 s each."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

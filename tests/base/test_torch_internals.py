@@ -1,6 +1,7 @@
 """The inventory of private names of torch and of hosts: whole, and right for what is installed."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 from types import FunctionType
@@ -13,8 +14,8 @@ import paramp
 from paramp.base import torch_internals as internals
 
 PACKAGE = Path(paramp.__file__).parent
-PARSED = {
-    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+PATHS = {
+    path.relative_to(PACKAGE).as_posix(): path
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.stem != "torch_internals"
 }
@@ -45,7 +46,14 @@ def defined(tree):
             yield from (one.value for one in node.args if isinstance(one, ast.Constant))
 
 
-KNOWN = NAMES | PUBLIC | GIVEN | {name for tree in PARSED.values() for name in defined(tree)}
+@functools.cache
+def parsed():
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
+
+
+@functools.cache
+def known():
+    return NAMES | PUBLIC | GIVEN | {name for tree in parsed().values() for name in defined(tree)}
 
 
 def uses(tree):
@@ -62,14 +70,14 @@ def uses(tree):
                 name = ".".join([MODULES.get(first, first), *rest])
                 yield name, any(f"{one}.".startswith(f"{name}.") or name.startswith(f"{one}.") for one in DOTTED)
             elif is_private(node.attr):
-                yield node.attr, node.attr in KNOWN
+                yield node.attr, node.attr in known()
         elif isinstance(node, ast.Constant) and id(node) not in texts and re.fullmatch(r"_\w+", str(node.value)):
-            yield node.value, node.value in KNOWN or node.value.startswith("_paramp")
+            yield node.value, node.value in known() or node.value.startswith("_paramp")
 
 
-@pytest.mark.parametrize("path", PARSED)
+@pytest.mark.parametrize("path", PATHS)
 def test_every_private_name_that_a_file_takes_is_in_the_inventory(path):
-    assert sorted({name for name, known in uses(PARSED[path]) if not known and is_private(name)}) == []
+    assert sorted({name for name, is_known in uses(parsed()[path]) if not is_known and is_private(name)}) == []
 
 
 def rows():

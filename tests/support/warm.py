@@ -308,10 +308,12 @@ def preload(package: bool) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     preload(package=bool(sys.argv[3]))
     for library in weakref.finalize._registry:  # torch's, which take 0.1 s to be taken apart at the end of each process
         library.atexit = False
     gc.collect()
     gc.freeze()
+    gc.enable()
     base_path, this = sys.path[1:], sys.modules["__main__"]
     end_with(become, serve(socket.socket(fileno=int(sys.argv[1]))), base_path, sys.argv[2])
