@@ -19,6 +19,9 @@ class CutSequences(Protocol):
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """What the loss of this rank's tokens, which are ``count``, is divided by."""
 
+    def running(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of ``tokens`` in the last dim, this rank's, those that the module that runs computes."""
+
 
 ACTIVE: list[CutSequences] = []
 """The context axis of the engine that computes, the latest last; empty: sequences are whole."""

@@ -54,6 +54,11 @@ class ExactSequenceAxis(SequenceAxis):
         """``count`` of all ranks."""
         return self.summed(count)
 
+    def running(self, tokens: torch.Tensor) -> torch.Tensor:
+        """In a mixture of experts, those of the slice that runs."""
+        mixture, count = self._forwards.mixture, self._sizes.local_sequence_slices
+        return tokens if mixture is None else split(tokens, count, -1)[mixture.index]
+
     def compare_modules(self) -> None:
         """Compare which modules have run over the ranks of the axis, which sum their gradients together.
 

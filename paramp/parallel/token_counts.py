@@ -166,10 +166,14 @@ class TokenCounts(StepCounts):
             self.bias.zero_()
 
     @uncompiled
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        """Count ``index``, the experts of each token (tokens, choices), int64; return the counts so far, (experts)."""
-        chosen = index.reshape(-1)
-        return self.add(torch.zeros_like(self.total).scatter_add_(0, chosen, torch.ones_like(chosen)))
+    def forward(self, index: torch.Tensor, shown: torch.Tensor | None = None) -> torch.Tensor:
+        """Count the experts that tokens choose; return the counts so far, (experts).
+
+        Args:
+            index: of each token, (tokens, choices), int64.
+            shown: which tokens count, (tokens,), bool; None: all do. Leave padding out of it.
+        """
+        return self.add(num_chosen(index, shown, self.num_experts))
 
     @uncompiled
     def balance(self, counts: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
@@ -216,6 +220,12 @@ class _Balance(torch.autograd.Function):
         if not ctx.of._num_added:
             raise RuntimeError(DROPPED)
         return gradient * ctx.of.slope(ctx.of.known, ctx.dtype), None, None
+
+
+def num_chosen(index: torch.Tensor, shown: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """How often an expert is in ``index``, (tokens, choices), of the tokens ``shown``, (tokens,): (experts), int64."""
+    counted = torch.ones_like(index) if shown is None else shown.to(index.dtype).unsqueeze(-1).expand_as(index)
+    return index.new_zeros(num_experts).scatter_add_(0, index.reshape(-1), counted.reshape(-1))
 
 
 def token_counts(module: nn.Module) -> list[StepCounts]:

@@ -11,6 +11,8 @@ from small_engines import engine_of, own_part, save
 
 import paramp
 from paramp.base.module_surgery import SCORE_BIAS as BIAS
+from paramp.parallel.huggingface.shown_tokens import shown
+from paramp.parallel.model_families import HuggingFaceAdapter
 from paramp.parallel.token_counts import token_counts
 
 RATE = 0.25
@@ -29,13 +31,13 @@ def inputs(tokens):
     return {"input_ids": tokens, "labels": tokens}
 
 
-def counts_of(state, tokens, name=LAYER, model=None):
+def counts_of(state, tokens, **options):
     """How many of the tokens choose each expert, by a plain model with the weights ``state``."""
-    model, found = (biased(0.0) if model is None else model).eval(), []
+    model, found = biased(0.0).eval(), []
     model.load_state_dict(state)
-    model.get_submodule(name).register_forward_hook(lambda _, args, output: found.append(output[2].flatten()))
+    model.get_submodule(LAYER).register_forward_hook(lambda _, args, output: found.append(output[2].flatten()))
     with torch.no_grad():
-        model(input_ids=tokens)
+        model(input_ids=tokens, **options)
     return torch.bincount(torch.cat(found), minlength=4)
 
 
@@ -101,6 +103,113 @@ def test_a_skipped_step_and_one_without_a_rate_move_nothing(tmp_path):
         again.forward_backward(inputs(first))
         again.step()
         assert torch.equal(again.full_state_dict()[f"{LAYER}.{BIAS}"], bias)
+
+
+# ------------------------------------------------------------------------------------------------------------ padding
+
+
+PADDING = 63
+"""A token: one expert gets more tokens than the mean if the padding counts, and fewer if it does not."""
+
+
+def nearly_even():
+    """A model in which tokens, not biases, choose the experts."""
+    model = biased()
+    model.get_submodule(LAYER).e_score_correction_bias.mul_(2.0**-3)
+    return model
+
+
+def padded(length=12):
+    """A batch that is padded on the right, and its sequences without the padding."""
+    lengths = torch.tensor([length, 7, 4, 9, 5, 3, length - 1, 6])
+    mask = torch.arange(length) < lengths[:, None]
+    tokens = batch(8, length).where(mask, PADDING)
+    labels = tokens.masked_fill(~mask, -100)
+    sequences = [row[None, :size] for row, size in zip(tokens, lengths, strict=True)]
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}, sequences
+
+
+def in_a_loop(engine, inputs):
+    """The mask is given by its place."""
+    engine.backward(engine(inputs["input_ids"], inputs["attention_mask"], labels=inputs["labels"]).loss)
+
+
+def by_queries(engine, inputs):
+    """The mask has those of all queries."""
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"].bool()
+    causal = torch.ones(2 * tokens.shape[1:], dtype=torch.bool).tril()
+    engine.forward_backward(inputs | {"attention_mask": causal & mask[:, None, None]})
+
+
+def check_padded(num_calls=1, give=paramp.Engine.forward_backward, counted=False, length=12, **config):
+    """One step moves the bias by the tokens without padding; by all of them, one would move the other way."""
+    whole, sequences = padded(length)
+    with paramp.launch_from_torch({"gradient_accumulation": num_calls, **config}) as context:
+        engine = engine_of(nearly_even(), None, functools.partial(torch.optim.SGD, lr=0.0))
+        before = engine.full_state_dict()
+        parts = [part.chunk(num_calls) for part in own_part(context, *whole.values())]
+        of_step = [dict(zip(whole, part, strict=True)) for part in zip(*parts, strict=True)]
+        if counted:
+            engine.count_tokens(of_step)
+        for part in of_step:
+            give(engine, part)
+            engine.step()
+        after = engine.full_state_dict()
+    counts = sum(counts_of(before, one) for one in sequences)
+    with_padding = counts_of(before, whole["input_ids"], attention_mask=whole["attention_mask"])
+    missing, otherwise = (one.double().mean() - one for one in (counts, with_padding))
+    assert counts.sum() == whole["attention_mask"].sum() * 2
+    assert missing[0] > 0 > otherwise[0]
+    assert after[f"{LAYER}.{BIAS}"].tolist() == moved(before[f"{LAYER}.{BIAS}"], counts)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_padding_moves_no_bias(counted, checkpointing):
+    check_padded(2, counted=counted, activation_checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("give", [in_a_loop, by_queries])
+def test_nor_does_it_where_the_mask_is_given_otherwise(give):
+    check_padded(give=give)
+
+
+@on_ranks(2)
+def test_nor_does_that_of_another_rank(world):
+    for layout in ({"expert": 2}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}):
+        check_padded(2 if "data" in layout else 1, parallel=layout, activation_checkpointing="full")
+
+
+@on_ranks(2)
+def test_nor_does_what_the_context_axis_adds_to_sequences(world):
+    """Ten tokens become twelve."""
+    check_padded(length=10, parallel={"context": 2})
+
+
+@on_ranks(2)
+def test_nor_does_it_in_slices_of_sequences(world):
+    for layout in ({"data": 2}, {"context": 2}):
+        check_padded(parallel=layout, reproducible={"sequence_slices": 4})
+
+
+@on_ranks(2)
+def test_nor_does_it_in_stages_that_run_the_whole_forward(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HuggingFaceAdapter, "_is_chain", False)
+        check_padded(parallel={"pipeline": 2})
+
+
+def test_a_mask_that_does_not_say_which_tokens_are_padding_is_an_error():
+    added = {"attention_mask": torch.zeros(8, 1, 12, 12)}
+    with paramp.launch_from_torch():
+        engine = engine_of(nearly_even(), None)
+        with pytest.raises(paramp.ConfigError, match=r"got torch.float32 \(8, 1, 12, 12\) for 96 tokens, expected"):
+            engine.forward_backward(padded()[0] | added)
+    with pytest.raises(paramp.ConfigError, match=r"got torch.bool \(4, 12\) for 96 tokens, expected"):
+        shown(torch.ones(4, 12, dtype=torch.bool), torch.zeros(96, 2))
+
+
+# ------------------------------------------------------------------------------------------------------- other models
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}

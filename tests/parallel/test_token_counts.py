@@ -258,6 +258,18 @@ def test_without_an_engine_each_call_counts_alone():
     assert torch.equal(probabilities.grad, torch.tensor([[0.75, 0.375, 0.375]] * 2))
 
 
+def test_padding_of_a_router_of_ones_own_does_not_count():
+    """Of two tokens and two of padding; with these the first expert would have more than the mean."""
+    counts, index = TokenCounts(3, RATE), torch.tensor([[1, 2], [0, 1], [0, 1], [0, 2]])
+    counts.join(None)
+    assert counts(index, torch.tensor([True, True, False, False])).tolist() == [1, 2, 1]
+    counts.end_step(torch.tensor(False))
+    assert counts.bias.tolist() == [RATE, -RATE, RATE]
+    assert counts(index).tolist() == [3, 3, 2]
+    counts.end_step(torch.tensor(False))
+    assert counts.bias.tolist() == [0.0, -2 * RATE, 2 * RATE]
+
+
 def test_in_a_step_a_call_returns_the_counts_so_far():
     counts, index = TokenCounts(3), torch.tensor([[0, 1], [0, 2]])
     counts.join(None)

@@ -109,6 +109,10 @@ class SequenceAxis:
         """What the loss of this rank's tokens, which are ``count``, is divided by."""
         return count
 
+    def running(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of ``tokens`` in the last dim, this rank's, those that the module that runs computes."""
+        return tokens
+
     def summed(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of ``value``, of any device, over the ranks of the axis; not differentiable."""
         if self.size > 1:

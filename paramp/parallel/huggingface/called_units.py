@@ -27,6 +27,7 @@ from .decoder_partition import check_parameters_are_in, check_positional, no_pla
 from .missing_plans import find_architecture
 from .model_output import call_options, check_output, counting
 from .router_loss import ROUTERS, asks_for_loss
+from .shown_tokens import MASK, masked_by
 
 
 class CalledUnitsPartition:
@@ -152,7 +153,8 @@ class _StageForward:
         self._is_probe = torch.is_grad_enabled() and self._kind_of_inputs not in self._sent_arguments
         hooks = [hook for name in self._names for hook in self._hooks(name)]
         try:
-            output = self._kind.forward(self.stage, **kwargs)
+            with masked_by(kwargs.get(MASK)):
+                output = self._kind.forward(self.stage, **kwargs)
         except _Ended as end:
             output = self._to_send(end)
         finally:

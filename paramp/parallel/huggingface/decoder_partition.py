@@ -26,6 +26,7 @@ from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_
 from .missing_plans import HEAD, find_architecture
 from .model_output import call_options, check_output, counting, label_count, main_output
 from .router_loss import ROUTERS, RouterLoss, RouterSums
+from .shown_tokens import MASK, masked_by
 
 FIRST = frozenset({"input_ids", "inputs_embeds"})
 """The inputs of the first stage only."""
@@ -95,7 +96,8 @@ class PretrainedPartition:
             return _without_router_logits(output) if is_last else (output, tuple(sums[0]))
 
         def run(kwargs: dict[str, Any]) -> Any:
-            output = kind.forward(stage, **kwargs)
+            with masked_by(kwargs.get(MASK)):
+                output = kind.forward(stage, **kwargs)
             return output if is_last else main_output(output)
 
         stage = with_forward(part, forward)

@@ -16,6 +16,7 @@ from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
 from ..batches import Batch
 from .router_loss import RouterLoss
+from .shown_tokens import MASK, masked_by
 
 IGNORED = -100
 """The label of a token without a loss, in transformers."""
@@ -25,12 +26,13 @@ def without_cache(model: nn.Module) -> nn.Module:
     """``model`` without a cache of keys and values, whose loss is the mean over the microbatch's labels."""
     check_output(model)
     options = call_options(model)
-    counted, count = counting(model), label_count(model)
+    counted, count, named = counting(model), label_count(model), inputs_by_name(model)
     routers = RouterLoss.of(model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
-        with nullcontext() if routers is None else routers.taken_over(changed, count(args, kwargs)):
+        balanced = nullcontext() if routers is None else routers.taken_over(changed, count(args, kwargs))
+        with masked_by(named(args, kwargs).get(MASK)), balanced:
             return type(model).forward(changed, *args, **counted(args, kwargs))
 
     changed = with_forward(model, forward)
@@ -77,9 +79,20 @@ Count = Callable[[tuple[Any, ...], Mapping[str, Any]], torch.Tensor | None]
 """The number of labels that count, 0-dim, in the arguments of a model; None without labels."""
 
 
+def inputs_by_name(model: nn.Module) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """A function that names all arguments of a call of ``model``. It does not keep the model."""
+    signature = inspect.signature(type(model).forward)
+
+    def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = signature.bind_partial(None, *args, **kwargs).arguments
+        return {**given, **given.get("kwargs", {})}
+
+    return named
+
+
 def label_count(model: nn.Module) -> Count:
     """How many labels of a call the loss of ``model`` is the mean over. It does not keep the model."""
-    signature = inspect.signature(type(model).forward)
+    named = inputs_by_name(model)
     # A causal model predicts each token from those before it, so its loss ignores the first; decoders shift the inputs.
     first = int(shifts_labels(model) and not getattr(model.config, "is_encoder_decoder", False))
 
@@ -88,8 +101,7 @@ def label_count(model: nn.Module) -> Count:
         return number if number is None or not ACTIVE else ACTIVE[-1].total(number)
 
     def own_count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        given = signature.bind_partial(None, *args, **kwargs).arguments
-        given = {**given, **given.get("kwargs", {})}
+        given = named(args, kwargs)
         labels = given.get("labels")
         if labels is not None and first and given.get("shift_labels") is not None:
             return (given["shift_labels"] != IGNORED).sum()

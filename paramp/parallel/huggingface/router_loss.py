@@ -30,7 +30,8 @@ from torch.autograd.function import once_differentiable
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ..stacked_experts import num_experts
-from ..token_counts import DROPPED, StepCounts
+from ..token_counts import DROPPED, StepCounts, num_chosen
+from .shown_tokens import shown
 
 FUNCTION = "load_balancing_loss_func"
 """What the forwards of transformers call for this loss, of the file of their model."""
@@ -113,44 +114,25 @@ class _WithLaterCounts(torch.autograd.Function):
 
 def sums_of(
     logits: tuple[torch.Tensor, ...],
-    num_chosen: int,
-    mask: torch.Tensor | None,
+    num_choices: int,
+    mask: Any,
     before: RouterSums,
 ) -> RouterSums:
     """The sums of routers, added to those of the layers ``before``.
 
     Args:
         logits: of each router, (tokens, experts).
-        num_chosen: how many experts a token has.
-        mask: above 0 for tokens that count, (batch, tokens) or (batch or 1, 1, 1, tokens); None: all do.
-
-    Raises:
-        ConfigError: the mask has another shape.
+        num_choices: how many experts a token has.
+        mask: the model's, of which :func:`.shown_tokens.shown` says which tokens count.
     """
     probabilities, numbers = before
     for layer in logits:
         each = layer.to(torch.promote_types(layer.dtype, torch.float32)).softmax(-1)
-        shown = _shown(mask, each)
-        chosen = each.topk(num_chosen, -1).indices
-        found = torch.zeros_like(numbers).scatter_add_(0, chosen.reshape(-1), shown.repeat_interleave(num_chosen))
-        found[-1] = shown.sum()
-        numbers = numbers + found
-        probabilities = probabilities + (each * shown.unsqueeze(-1)).sum(0, dtype=torch.float64)
+        counted = shown(mask, each)
+        chosen = num_chosen(each.topk(num_choices, -1).indices, counted, len(probabilities))
+        numbers = numbers + torch.cat([chosen, counted.sum().view(1)])
+        probabilities = probabilities + (each * counted.unsqueeze(-1)).sum(0, dtype=torch.float64)
     return RouterSums(probabilities, numbers)
-
-
-def _shown(mask: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """1 for each of the ``rows`` that ``mask`` shows, else 0; (rows,), int64."""
-    if mask is None:
-        return torch.ones_like(rows[:, 0], dtype=torch.int64)
-    if mask.ndim == 4:  # the number of each token's document, where sequences are cut
-        mask = mask[:, 0, 0].expand(len(rows) // mask.shape[-1], -1)
-    if mask.numel() != len(rows):
-        raise ConfigError(
-            f"inputs['attention_mask']: got shape {tuple(mask.shape)} for {len(rows)} tokens, expected (batch, "
-            "tokens), because output_router_logits=True counts the tokens that it shows"
-        )
-    return (mask.reshape(-1) > 0).long()
 
 
 class RouterLoss:
@@ -201,7 +183,7 @@ class RouterLoss:
             gate_logits: tuple[torch.Tensor, ...] | None,
             num_experts: int,
             top_k: int = 2,
-            attention_mask: torch.Tensor | None = None,
+            attention_mask: Any = None,
         ) -> torch.Tensor:
             logits = gate_logits or ()  # none in a stage without routers
             zeros = torch.zeros(num_experts + 1, dtype=torch.int64, device=next(stage.parameters()).device)

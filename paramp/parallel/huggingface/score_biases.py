@@ -15,7 +15,9 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import SCORE_BIAS, is_router
 from ...base.trees import tensors
+from ...base.uncompiled import uncompiled
 from ..token_counts import TokenCounts
+from .shown_tokens import shown_in_forward
 
 RATE = "bias_rate"
 """The key of the model's configuration."""
@@ -38,7 +40,11 @@ class ScoreBias(TokenCounts):
     def see(self, router: nn.Module, _: Any, output: Any) -> None:
         """A hook behind ``router``, whose output has the index of each token's experts."""
         if self.is_counting:
-            self(next(one for one in tensors(output) if not one.is_floating_point()))
+            self._count(next(one for one in tensors(output) if not one.is_floating_point()))
+
+    @uncompiled
+    def _count(self, index: torch.Tensor) -> None:
+        self(index, shown_in_forward(index))
 
 
 def move_biases(model: Any) -> None:
