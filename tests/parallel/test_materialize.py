@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside_plain import assert_weights, benchmarks_common
 from families import rarely
 from pool import on_ranks, run_on_ranks
@@ -188,3 +189,16 @@ def test_what_was_given_stays_and_what_a_reset_computes_is_kept():
     assert torch.equal(module[0].table, torch.arange(3.0))
     assert module[0].weight.dtype is torch.bfloat16
     assert module[1].bias.tolist() == [7.0, 7.0]
+
+
+class RankNumbers(nn.Linear):
+    """Its reset has other values on each rank, as one that draws from NumPy has."""
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, dist.get_rank() + 1)
+
+
+@on_ranks(2)
+def test_replicas_start_equal_even_if_a_reset_has_other_values_on_each_rank(world):
+    with paramp.launch_from_torch({}):
+        assert torch.equal(engine_of(on_meta(lambda: RankNumbers(2, 2, bias=False))).module.weight, torch.ones(2, 2))

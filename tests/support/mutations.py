@@ -77,6 +77,8 @@ def _walk(node: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
         skipped = [node.annotation]
     elif isinstance(node, ast.Raise):  # its message
         skipped = [node.exc, node.cause]
+    elif isinstance(node, ast.keyword) and node.arg == "strict":  # of a zip: an assertion
+        skipped = [node.value]
     elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     for child in ast.iter_child_nodes(node):

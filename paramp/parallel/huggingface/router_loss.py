@@ -182,7 +182,7 @@ class RouterLoss:
         def loss(
             gate_logits: tuple[torch.Tensor, ...] | None,
             num_experts: int,
-            top_k: int = 2,
+            top_k: int,
             attention_mask: Any = None,
         ) -> torch.Tensor:
             logits = gate_logits or ()  # none in a stage without routers
