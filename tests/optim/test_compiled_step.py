@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
-from families import SEED, WHOLE, family, long
+from families import SEED, WHOLE, family, rarely
 from pool import on_ranks
 from reference import assert_trained
 from small_engines import assert_same_tensors, engine_of, sgd, train_step
@@ -215,10 +215,7 @@ def gradient(size, dtype, factor=1.0):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("mode", "masters", "close"),
-    [mode if mode[0] == "16-naive" else pytest.param(*mode, marks=[family, long]) for mode in MODES],
-)
+@pytest.mark.parametrize(("mode", "masters", "close"), rarely(MODES, ("16-naive", "remainder", CLOSE)))
 def test_the_compiled_step(mode, masters, close):
     """Nothing is compiled again: not for another learning rate, scale, step count, range or set of parameters."""
     import torch._dynamo
@@ -247,7 +244,7 @@ def test_compiled_an_element_has_the_same_bits_wherever_it_is():
     """Behind parameters of other sizes in its buffer: as on a rank that has others, or a part of this one."""
     found = []
     for size in (1, 100, 1000) if WHOLE or SEED else (1, 100):
-        with paramp.launch_from_torch(configuration("16-naive") | {"clip_grad_norm": None}):
+        with paramp.launch_from_torch(configuration("16-naive", "remainder") | {"clip_grad_norm": None}):
             engine = engine_of(Placed(size), lambda output, _: output, functools.partial(torch.optim.AdamW, lr=0.01))
             for step in range(3):
                 assert train_step(engine, gradient(1000, torch.float32, 1.0 + step)).stepped

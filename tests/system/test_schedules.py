@@ -140,8 +140,8 @@ def test_two_schedules_keep_the_activations_of_all_microbatches_at_once(name):
 PAGE_CELLS = [(schedule, mode) for schedule in SCHEDULES for mode in SCHEDULE_MODES]
 EVERYTHING = [*PAGE_CELLS, ("interleaved-1f1b", "fp8-mixed"), ("zbv", "fp8-mixed")]
 IN_TURN = {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumerate(SCHEDULES)}
-TOLERANCE_REJECTS = [("zbv", "16-naive"), ("interleaved-1f1b", "bf16-mixed")]
-CELLS = chosen("schedules", EVERYTHING, IN_TURN | {("zbv", "fp8-mixed"), *TOLERANCE_REJECTS}, 2)
+TOLERANCE_REJECTS = [("zbv", "bf16-mixed"), ("interleaved-zero-bubble", "16-naive")]
+CELLS = chosen("schedules", EVERYTHING, IN_TURN | {("zbv", "fp8-mixed")}, 2)
 HALVED = [cell for cell in TOLERANCE_REJECTS if cell in CELLS]
 WHOLE_BACKWARD = [name for name, row in SCHEDULES.items() if not row.splits_backward]
 SHARDED = chosen(
@@ -150,7 +150,7 @@ SHARDED = chosen(
     {(schedule, SCHEDULE_MODES[number % 3]) for number, schedule in enumerate(WHOLE_BACKWARD)},
     2,
 )
-STEPS = 4
+STEPS = 3
 OVERFLOW_AT = 1
 
 
