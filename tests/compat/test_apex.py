@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from counting import Collectives
+from families import rarely
 from pool import on_ranks
 from small_mlp import MLP, tensor_parallel
 from torch import nn
@@ -678,7 +679,7 @@ def test_misuse_is_refused():
 # -------------------------------------------------------------------------------------------------------- many ranks
 
 
-@each_level
+@pytest.mark.parametrize("level", rarely(LEVELS, "O1", "O2"))
 @on_ranks(4)
 def test_tensor_parallelism_before_initialize_equals_one_process(world, level):
     """DTensor and plain parameters in one optimizer; one rank's overflow makes all ranks skip, and nothing else."""

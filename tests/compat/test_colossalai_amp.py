@@ -10,6 +10,7 @@ import pytest
 import small_mlp
 import torch
 import torch.distributed as dist
+from families import rarely
 from pool import on_ranks
 from reference import local, whole
 from small_engines import each_raises, everywhere, own_part
@@ -369,7 +370,7 @@ def test_what_a_loop_may_do_wrong():
     each_raises(ValueError, refused)
 
 
-@each_type
+@pytest.mark.parametrize("name", rarely(EACH_TYPE, "naive", "apex O2"))
 @on_ranks(4)
 def test_tensor_parallel_models_train_as_on_one_rank_and_agree_on_an_overflow(world, name):
     """DTensors and plain parameters; one rank's overflow makes all ranks skip, and nothing else."""
