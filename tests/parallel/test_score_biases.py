@@ -153,12 +153,14 @@ def check_padded(num_calls=1, give=paramp.Engine.forward_backward, counted=False
             engine.count_tokens(of_step)
         for part in of_step:
             give(engine, part)
+            totals = [one.total.tolist() for one in token_counts(engine.module)]
             engine.step()
         after = engine.full_state_dict()
     counts = sum(counts_of(before, one) for one in sequences)
     with_padding = counts_of(before, whole["input_ids"], attention_mask=whole["attention_mask"])
     missing, otherwise = (one.double().mean() - one for one in (counts, with_padding))
     assert counts.sum() == whole["attention_mask"].sum() * 2
+    assert totals in ([], [counts.tolist()])  # none on the first stage
     assert missing[0] > 0 > otherwise[0]
     assert after[f"{LAYER}.{BIAS}"].tolist() == moved(before[f"{LAYER}.{BIAS}"], counts)
 
