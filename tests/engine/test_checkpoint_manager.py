@@ -20,7 +20,7 @@ from victims import TINY, Run
 import paramp
 from paramp.checkpoint.open_checkpoint import problems
 
-SCRIPT = [*TINY, "--precision", "32-true"]
+SCRIPT = [*TINY, "--precision", "32-true", "--set", "model.num_layers=2"]
 
 
 def records(folder, name="metrics.jsonl"):
