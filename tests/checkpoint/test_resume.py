@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
 
 
 TARGETS = [layout for layout in LAYOUTS if layout not in ("pp2·tp2", "pp2·dp2 + zero1")]
-PART = {"1", "dp4 + zero1"}
+PART = {"dp4 + zero1"}
 
 
 @family

@@ -88,7 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "number", rarely(range(len(CASES)), 1, 3, 5, 6, 8), ids=["-".join(map(str, case[:2])) for case in CASES]
+    "number", rarely(range(len(CASES)), 1, 5, 6), ids=["-".join(map(str, case[:2])) for case in CASES]
 )
 def test_averages_follow_the_steps_that_are_made_and_take_the_place_of_weights(number):
     run_on_ranks(1 if CASES[number][0] == "1" else 2, __name__, "follow", {"number": number})

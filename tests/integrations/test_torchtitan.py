@@ -54,7 +54,7 @@ def plant(trainer, here):
 
 
 EVERYTHING = [(layout, chunked) for layout in titan.LAYOUTS for chunked in (True, False)]
-PART = [("dp_shard", True), ("cp", False)]
+PART = [("dp_shard", True)]
 
 
 @family

@@ -199,7 +199,7 @@ EVERYTHING = [
     *((2, layout, "fp16", 2) for layout in TWO),
     *((4, layout, precision, 1) for layout in LAYOUTS for precision in ("fp16", "bf16")),
 ]
-PART = [(2, "fsdp", "fp16", 2), (4, "fsdp-tp", "fp16", 1)]
+PART = [(4, "fsdp-tp", "fp16", 1)]
 
 
 @family

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from families import rarely
 from pool import on_ranks
 from reference import assert_trained, rank_slice
 from small_engines import engine_of, own_part
@@ -99,7 +100,7 @@ def engine_backward(engine, x, y, uses_extra):
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rarely(LAYOUTS, "kept", "zero"))
 @on_ranks(2)
 def test_a_parameter_is_stepped_if_any_rank_has_a_gradient(world, layout, make):
     """Also of several backwards; in small buckets, of which one rank may complete one that the other does not."""
@@ -160,7 +161,7 @@ WINDOWS = [("nothing", "nothing", "nothing"), ("give", "nothing", "nothing"), ("
 WINDOWS += [("nothing", "give")]  # which is shorter
 
 
-@pytest.mark.parametrize("when", ["after a backward", "before the step", "within a window"])
+@pytest.mark.parametrize("when", rarely(["after a backward", "before the step", "within a window"], "within a window"))
 @on_ranks(2)
 def test_gradients_that_are_changed_by_hand(world, when):
     windows, size = (WINDOWS, 3) if when == "within a window" else (BY_HAND, 1)

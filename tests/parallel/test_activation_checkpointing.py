@@ -41,7 +41,7 @@ def train(how, parallel, precision):
         return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("layout", rarely(LAYOUTS, "tp2 + sp", "zbv", "fsdp2"))
+@pytest.mark.parametrize("layout", rarely(LAYOUTS, "tp2 + sp", "zbv"))
 @on_ranks(2)
 def test_the_same_bits_as_without_it(world, layout):
     """With dropout, so the random numbers are drawn again."""

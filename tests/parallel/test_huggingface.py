@@ -193,7 +193,7 @@ OWN_LOSS = [
     *((name, layout) for name in ("llama", "gpt2") for layout in ("dp2-tp2", "pp4", "interleaved-dp2")),
     ("llama-tied", "zbv-tp2"),
 ]
-PART = {("llama", "pp4"), ("gpt2", "interleaved-dp2"), ("qwen3", "pp2-tp2"), OWN_LOSS[-1]}
+PART = {("gpt2", "interleaved-dp2"), ("llama-tied", "zbv-tp2")}
 
 
 @family

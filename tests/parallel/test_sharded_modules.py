@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from beside_plain import randn, seeded, train_both
-from families import cases, family, number
+from families import cases, family, number, rarely
 from pool import on_ranks, run_on_ranks
 from reference import local
 from small_engines import engine_of
@@ -147,7 +147,7 @@ def test_blocks_may_be_called_in_any_way(world, build):
         follow(world, build, {"data": {"shard": 2} | options})
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", rarely(["1f1b", "interleaved-1f1b"], "interleaved-1f1b"))
 @on_ranks(4)
 def test_stages_of_one_rank_may_use_parameters_of_the_model_itself(world, schedule):
     """Rank 0 has the first and the third stage."""
@@ -164,7 +164,7 @@ LAYOUTS = {
 
 
 @family
-@pytest.mark.parametrize("layout", cases("sharded fp32", list(LAYOUTS), ["fsdp2", "fsdp2·tp2"], 1))
+@pytest.mark.parametrize("layout", cases("sharded fp32", list(LAYOUTS), ["fsdp2·tp2"], 1))
 def test_shards_of_any_size_follow_a_plain_loop(layout):
     size, parallel = LAYOUTS[layout]
     options = {"clip": 0.3, "accumulation": 2, "atol": 2e-5, "optimizer": adamw}

@@ -60,6 +60,8 @@ def by_hand(arguments="", **layout):
     return program.measure(program.Layout(**layout), program.parse(options.split()), "32-true", 64, 8)
 
 
+@family
+@long
 @on_ranks(2)
 def test_other_libraries_compute_the_same_on_data_and_tensor_ranks(world):
     """And the GPT by hand, in each layout; and sharded parameters, as in a loop on fully_shard."""
@@ -192,6 +194,8 @@ def test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_a
     assert re.search(r"SKIPPED .*test_fuzz.py:\d+: could not import 'hypothesis'", done.stdout)
 
 
+@family
+@long
 @on_ranks(2)
 def test_the_table_of_schedules_has_a_row_for_every_schedule(world):
     """And comparing replicas is measured against a step."""

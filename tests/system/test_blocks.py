@@ -148,7 +148,6 @@ CELLS += [("1", mode, "compiled") for mode in ("fp32", "fp16", "bf16-remainder",
 CELLS += [(layout, mode, "fused") for layout in ("dp2", "zero", "fsdp2") for mode in ("fp16", "exact")]
 CELLS += [("dp2", "bf16-remainder", "fused"), ("zero", "bf16-remainder", "fused")]
 PART = {("1", "fp16", "fused"), ("1", "bf16-remainder", "fused"), ("1", "bf16", "own"), ("dp2", "fp16", "fused")}
-PART |= {("1", "bf16-remainder", "compiled")}
 
 
 def marked(layout, mode, way):

@@ -21,7 +21,7 @@ LAYOUTS = {
     "cp2·tp2·pp2": (8, {"context": 2, "tensor": 2, "pipeline": 2}),
 }
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
-PART = [("cp2·tp2", "bf16-naive"), ("fsdp2·cp2", "16-mixed")]
+PART = [("cp2·tp2", "bf16-naive")]
 CELLS = cases("context matrix", EVERYTHING, PART, 4)
 
 

@@ -11,7 +11,9 @@ TESTS = Path(__file__).parents[1]
 VARIABLES = {"PARAMP_TEST_SEED": "", "PARAMP_TEST_WHOLE": "", "PARAMP_TEST_DEVICE": "", "PARAMP_TEST_BACKEND": ""}
 SAMPLE_ONLY = [
     "tests/integrations/test_recipes.py::test_the_script_for_ray_train_runs",
+    "tests/system/test_benchmarks.py::test_other_libraries_compute_the_same_on_data_and_tensor_ranks",
     "tests/system/test_benchmarks.py::test_the_table_of_amp_methods_has_a_row_or_a_reason_for_every_mode",
+    "tests/system/test_benchmarks.py::test_the_table_of_schedules_has_a_row_for_every_schedule",
     "tests/system/test_benchmarks.py::test_the_tests_for_a_gpu_are_found_with_torch_numpy_safetensors_and_pytest_alone",
     "tests/system/test_launch_commands.py::test_mpirun_on_two_hosts",
     "tests/system/test_launch_commands.py::test_two_agents_that_start_their_ranks_again",

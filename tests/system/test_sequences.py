@@ -13,7 +13,7 @@ import pytest
 import sequences
 from families import SEED, WHOLE, family
 
-NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 12, 8, 500
+NUM_SHORT, NUM_SAMPLED, NUM_WHOLE = 8, 8, 500
 WITH_FEATURES = ("sharded", "sequence", "ema", "compile", "exact", "sharded ema", "sequence exact", "sharded exact ema")
 """What there is besides in further sequences: one of each in a sample, and this many in ``make test-all``."""
 NUM_WITH_FEATURES = 60

@@ -90,7 +90,7 @@ EQUAL = [
     ("cp2·pp2", "bf16-naive"),
     ("cp2", "16-mixed"),
 ]
-PART_EQUAL = [("dp2+zero", "16-mixed"), ("cp2", "16-mixed")]
+PART_EQUAL = [("cp2", "16-mixed")]
 
 
 @family
@@ -156,7 +156,7 @@ FAULTS = {
     "weight fsdp2·cp2": ("fsdp2·cp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
     "weight dp2·tp2": ("dp2·tp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
 }
-PART = ["backward tp2", "master pp2", "forward cp2"]
+PART = ["backward tp2", "forward cp2"]
 
 
 @family
