@@ -118,6 +118,18 @@ def test_an_announced_change_of_one_element_is_followed_without_a_warning(make, 
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
+def test_an_announced_change_is_followed_to_the_last_element(make):
+    """Of a weight that fills its buffer, without padding behind it."""
+    with paramp.launch_from_torch(HALF):
+        engine = linear(make, width=32)
+        step(engine)
+        flat(engine)[-1] = 0.375
+        engine.weights_changed()
+        step(engine)
+        assert_followed(engine, -1, 0.375)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
 def test_the_sample_finds_an_edit_of_a_whole_weight_in_its_step_and_warns_once(make):
     with paramp.launch_from_torch(HALF):
         engine = linear(make)
