@@ -95,7 +95,7 @@ COUNTED_CELLS = [
     ("fsdp2·tp2", "32-true", "none"),
     ("fsdp2·pp2", "32-true", "none"),
 ]
-PART = [("tp2 + sp", "bf16-mixed", "none"), ("fsdp2", "bf16-naive", "full")]
+PART = [("tp2 + sp", "bf16-mixed", "none")]
 
 
 def assert_follows_eager(layout, mode, **given):

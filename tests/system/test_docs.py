@@ -32,9 +32,10 @@ PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 SHORT = ["--steps", "2", "--batch-size", "8", "--seq-len", "16", "--set", "train.eval_sequences=8"]
 """What makes a training command short; a later flag wins over an earlier one."""
 SHORT_LOOPS = {
+    "    for step in range(3):": "    for step in range(2):",
     "range(training.epoch, 4)": "range(training.epoch, 1)",
     "range(1, 41)": "range(1, 11)",
-    "counting(336, seed=0)": "counting(112, seed=0)",  # an odd number of batches, as there
+    "counting(336, seed=0)": "counting(48, seed=0)",  # an odd number of batches, as there
 }
 """What makes a page's Python short."""
 ON_FOUR = "torchrun --standalone --nproc-per-node 4"
@@ -189,7 +190,7 @@ def clone(tmp_path_factory):
 COMMANDS = [command for command in commands() if command not in RUN_ELSEWHERE]
 BY_DEFAULT = [
     *(command for command in COMMANDS if "--" not in command or "runs/" in command),
-    *("paramp doctor --json", "python launch/train.py --tp 2 --pp 2"),
+    "paramp doctor --json",
     "python launch/prepare_data.py README.md docs --output data/own",
 ]
 """Among them those that write what others read."""
@@ -216,14 +217,14 @@ def test_pages_have_the_code_of_their_examples():
 
 
 def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, monkeypatch):
-    """After one epoch of 7 batches, of which two make a step and the last one another."""
+    """After one epoch of 3 batches, of which two make a step and the last one another."""
     source = next(block for block in blocks("docs/tutorial.md", "python") if "FOLDER =" in block)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tutorial.py", "1", "1"])
     for is_first in (True, False):
         *before, last = execute("docs/tutorial.md", source)[0].splitlines()
         assert len(before) == is_first
-        assert last == "all 4 steps are done; the weights of runs/tutorial/step-00000004 are in runs/tutorial/model.pt"
+        assert last == "all 2 steps are done; the weights of runs/tutorial/step-00000002 are in runs/tutorial/model.pt"
 
 
 def test_the_table_of_extras_is_that_of_the_project():
