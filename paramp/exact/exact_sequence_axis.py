@@ -215,7 +215,7 @@ class ExactSequenceAxis(SequenceAxis):
         distance = rows[:, None] - places
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
-            seen = seen & (distance.abs() < window if causal else distance.abs() <= window)
+            seen = seen & (distance.abs() < window)
         seen = seen[None, None]
         if documents is None:
             return seen, None

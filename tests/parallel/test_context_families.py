@@ -23,6 +23,7 @@ STEPS, WINDOW, LR = 3, 7, 0.05
 SIZES = {**DECODER, "vocab_size": 100, "num_hidden_layers": 2, "max_position_embeddings": 64}
 HEADS = {**SIZES, "head_dim": 8}
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+BOTH_WAYS = {**WINDOWS, "sliding_window": 12}  # 7, as Gemma3 counts
 GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **TOKENS}
 GPT2 |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 OPT = {"vocab_size": 100, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,6 +55,7 @@ FAMILIES = {
     "Gemma": ("gemma", "GemmaForCausalLM", HEADS),
     "Gemma2": ("gemma2", "Gemma2ForCausalLM", {**HEADS, "sliding_window": WINDOW, "attn_logit_softcapping": 5.0}),
     "Gemma3": ("gemma3", "Gemma3ForCausalLM", {**HEADS, **WINDOWS}),
+    "Gemma3 both ways": ("gemma3", "Gemma3ForCausalLM", {**HEADS, **BOTH_WAYS, "use_bidirectional_attention": True}),
     "GLM": ("glm", "GlmForCausalLM", HEADS),
     "GLM-4": ("glm4", "Glm4ForCausalLM", HEADS),
     "GLM-4 MoE": ("glm4_moe", "Glm4MoeForCausalLM", {**HEADS, **ROUTED}),
@@ -71,6 +73,7 @@ FAMILIES = {
     "Ministral": ("ministral", "MinistralForCausalLM", {**HEADS, "sliding_window": WINDOW}),
     "Mistral": ("mistral", "MistralForCausalLM", {**SIZES, "sliding_window": WINDOW}),
     "Mixtral": ("mixtral", "MixtralForCausalLM", {**SIZES, "num_local_experts": 4}),
+    "ModernBERT": ("modernbert", "ModernBertForMaskedLM", {**SIZES, "local_attention": 14}),
     "ModernBERT decoder": ("modernbert_decoder", "ModernBertDecoderForCausalLM", {**SIZES, "local_attention": 8}),
     "nanochat": ("nanochat", "NanoChatForCausalLM", SIZES),
     "Nemotron": ("nemotron", "NemotronForCausalLM", HEADS),
@@ -100,12 +103,12 @@ FAMILIES = {
 }
 """The module in transformers, the class, the options of its configuration; as in docs/models.md."""
 KINDS = ("padded", "packed")
-NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "OPT"})
+NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "ModernBERT", "OPT"})
 """Those that attend from one packed document to another, as transformers' masks of them do."""
 RIGHT = frozenset({"Gemma2", "OPT"})
 """Those whose padding is on the right: what sees nothing is NaN in fp64, or positions are counted without it."""
 EVERYTHING = [(name, kind) for name in FAMILIES for kind in KINDS if kind == "padded" or name not in NOT_PACKED]
-PART = [("Gemma3", "packed"), ("OPT", "padded"), ("Whisper decoder", "padded")]
+PART = [("Gemma3", "packed"), ("Gemma3 both ways", "padded"), ("OPT", "padded"), ("Whisper decoder", "padded")]
 NO_ATTENTION = {**HEADS, "layer_types": ["linear_attention", "full_attention"]}
 NEXT = {**NO_ATTENTION, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 NEXT |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}

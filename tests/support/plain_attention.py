@@ -124,7 +124,7 @@ def plain_attention(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if case.causal:
         visible &= key <= query
     if window := options.get("window"):
-        visible &= key > query - window if case.causal else (key - query).abs() <= window
+        visible &= (key - query).abs() < window
     visible = visible.expand(q.shape[0], 1, length, length)
     documents = documents_of(case)
     if documents is not None:

@@ -71,8 +71,8 @@ def attention(
             layer a collective and a copy to the host. Queries see keys of their document only. -n is padding of
             document n: nobody sees it, and its queries see the document. 0 sees nobody either: its outputs and
             gradients are 0.
-        window: how many keys a causal query sees, itself included; without ``causal``, the greatest distance at which
-            it sees one (transformers' ``sliding_window``).
+        window: how many keys a causal query sees, itself included; without ``causal``, it sees those at a smaller
+            distance, on both sides (what transformers' models pass as ``sliding_window``).
         scale: of the products of queries and keys. None: 1 / sqrt(D).
         softcap: c for scores c · tanh(score / c).
         sinks: (Hq,), a further score for each head, which has no value (GPT-OSS). Its gradient is a sum over the

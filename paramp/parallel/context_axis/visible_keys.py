@@ -100,8 +100,8 @@ class VisibleKeys:
     causal: bool
     """Query i sees no key after i."""
     window: int | None
-    """As in transformers: a causal query i sees keys after i - window, so ``window`` of them, itself included; one that
-    is not causal sees those at a distance of at most ``window``. None: no limit."""
+    """As what transformers passes to attention: a query i sees keys after i - window, so that a causal one sees
+    ``window`` of them, itself included; one that is not causal sees those before i + window. None: no limit."""
     documents: Documents | None = field(compare=False)
 
     def tiles(self, queries: Segments, keys: Segments, size: int, join: bool) -> tuple[Tile, ...]:
@@ -125,7 +125,7 @@ class VisibleKeys:
         distance = torch.arange(first, last, device=device).unsqueeze(1) - torch.arange(begin, end, device=device)
         visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
-            visible &= distance < self.window if self.causal else distance.abs() <= self.window
+            visible &= distance.abs() < self.window
         visible = visible.view(1, 1, *visible.shape)
         if self.documents is not None:
             theirs, others = self.documents.whole[:, first:last], self.documents.whole[:, begin:end]
@@ -136,8 +136,8 @@ class VisibleKeys:
     def _sees(self, queries: tuple[int, int], keys: tuple[int, int]) -> Sees:
         (first, end), (begin, stop) = queries, keys
         nearest, farthest = first - (stop - 1), (end - 1) - begin  # the least and the greatest query - key
-        lowest = 0 if self.causal else -self.length_limit
-        highest = self.length_limit - 1 if self.causal else self.length_limit
+        highest = self.length_limit - 1
+        lowest = 0 if self.causal else -highest
         if farthest < lowest or nearest > highest:
             return Sees.NOTHING
         by_document = Sees.ALL if self.documents is None else self.documents.sees(queries, keys)

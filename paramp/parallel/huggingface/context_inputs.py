@@ -237,6 +237,8 @@ def context_attention(
             "expected the one of its model, because others are not cut under parallel.context; set the size to 1"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal and kind == "T5GemmaSelfAttention":
+        sliding_window += 1  # its mask has this distance too, for which others pass one more
     output = active().attend(
         query,
         key,
