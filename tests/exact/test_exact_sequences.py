@@ -152,6 +152,37 @@ def test_it_trains_as_plain_torch_does(world, name):
         torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+class Summing(nn.Module):
+    """A GPT that computes its loss, a sum and a count, of labels of which ranks have different numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = SMALL(dropout=0.0)
+
+    def forward(self, tokens, labels):
+        logits = self.inside(tokens).flatten(0, 1)
+        return {"loss": (F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum())}
+
+
+@on_ranks(2)
+def test_a_models_own_sum_has_the_count_of_all_ranks(world):
+    inputs, labels = tokens()(0)
+    batch = {"tokens": inputs, "labels": labels.masked_fill(torch.arange(labels.shape[1]) < 5, -100)}
+    torch.manual_seed(7)
+    model = Summing()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    total, count = model(**batch)["loss"]
+    (total / count).backward()
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 8}, "parallel": {"context": 2}}):
+        torch.manual_seed(7)
+        engine = engine_of(Summing(), None, partial(torch.optim.SGD, lr=1.0))
+        torch.testing.assert_close(engine.forward_backward(batch), (total / count).detach(), rtol=1e-5, atol=0)
+        engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
 class Dropping(nn.LayerNorm):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5)

@@ -1,5 +1,6 @@
 """Sequences cut over the context axis: losses and norms of training against one process in fp64; what is refused."""
 
+import copy
 import functools
 import itertools
 import warnings
@@ -191,17 +192,21 @@ def test_compiled_blocks_attend_over_whole_sequences(world, kind, compiler):
 
 
 class OwnModel(nn.Module):
-    """A bidirectional encoder with a mask of padding, whose own loss is a sum and a count."""
+    """A bidirectional encoder with a mask of padding in memory of its own, whose own loss is a sum and a count."""
 
     def __init__(self):
         super().__init__()
+        self.mask = torch.empty(0, dtype=torch.bool)
         self.tokens, self.places = nn.Embedding(100, 16), nn.Embedding(LENGTH, 16)
         self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 100)
 
     def forward(self, tokens, seen, labels):
         hidden = self.tokens(tokens) + self.places(paramp.token_positions(tokens.shape[1], tokens.device))
         q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+        if self.mask.shape != seen[:, None, None].shape:
+            self.mask = torch.empty_like(seen[:, None, None])
+        self.mask.copy_(seen[:, None, None])
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         logits = self.head(hidden + mixed.transpose(1, 2).flatten(2))
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return {"loss": (loss, (labels != -100).sum())}
@@ -228,12 +233,13 @@ def assert_gradients(engine, inputs, expected, tolerance):
 @on_ranks(2)
 def test_a_model_of_ones_own_has_the_gradients_of_one_process(world):
     torch.manual_seed(0)
-    model, (batch, *_) = OwnModel().double(), batches("padded")
-    inputs = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
-    expected = gradients_of(model, *model(*inputs)["loss"])
+    model = OwnModel().double()
     with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
-        engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=16.0))
-        assert_gradients(engine, (inputs,), expected, 1e-12)
+        engine = engine_of(copy.deepcopy(model), None, functools.partial(torch.optim.SGD, lr=16.0))
+        for rolled, batch in enumerate(itertools.islice(batches("padded"), 2)):
+            inputs = batch["input_ids"], batch["attention_mask"].bool().roll(rolled, 0), batch["labels"]
+            model.load_state_dict(engine.full_state_dict())
+            assert_gradients(engine, (inputs,), gradients_of(model, *model(*inputs)["loss"]), 1e-12)
 
 
 class Skipping(nn.Module):

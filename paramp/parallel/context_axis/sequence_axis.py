@@ -64,7 +64,7 @@ class SequenceAxis:
         self._group, self._rank, self.size = axis.group, axis.rank, axis.size
         self.device, self.num_averaged = device, axis.size
         self._method = method
-        self._last_seen: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
+        self._last_seen: tuple[ReferenceType[torch.Tensor], int, torch.Tensor] | None = None
         self.multiple, self.origin = 2 * axis.size, f"twice parallel.context {axis.size}"
         self._documents: tuple[ReferenceType[torch.Tensor], Documents] | None = None
 
@@ -155,10 +155,11 @@ class SequenceAxis:
         return SequencePlaces(self, tensor_axis, microbatch)
 
     def documents(self, seen: torch.Tensor) -> torch.Tensor:
-        """The documents of one sequence of which tokens are ``seen``, bool; the same for the same tensor."""
-        if self._last_seen is None or self._last_seen[0]() is not seen:
-            self._last_seen = ref(seen), numbers_of(seen)
-        return self._last_seen[1]
+        """The documents of one sequence of which tokens are ``seen``, bool; the same for the same, unchanged tensor."""
+        version = 0 if seen.is_inference() else seen._version
+        if self._last_seen is None or self._last_seen[0]() is not seen or self._last_seen[1] != version:
+            self._last_seen = ref(seen), version, numbers_of(seen)
+        return self._last_seen[2]
 
     def _known(self, numbers: torch.Tensor, batch: int, layout: SequenceLayout) -> Documents:
         """The documents of ``numbers``, (batch or 1, 1, 1, tokens); one exchange for all layers."""

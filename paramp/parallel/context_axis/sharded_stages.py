@@ -69,6 +69,10 @@ class SequenceInputs:
         """The keyword inputs of a model in another trainer's loop, with what its own loss is divided by."""
         return kwargs
 
+    def with_count_of_all(self, total: Any, count: Any, axis: SequenceAxis) -> tuple[Any, Any]:
+        """The model's own loss, the sum and the count of its labels, with the count that belongs to the sum."""
+        return total, axis.total(torch.as_tensor(count, device=axis.device))
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -107,7 +111,7 @@ def shard_stages(
                 "the model's output has a loss that is a mean, expected (sum, count), because parallel.context cuts "
                 "sequences, and ranks have different numbers of labels"
             )
-        return found
+        return found and inputs.with_count_of_all(*found, axis)
 
     cut = [CutStage(stage, inputs, axis, context, is_first=not index) for index, stage in enumerate(stages)]
     return [with_forward(one.stage, one.forward) for one in cut], loss

@@ -112,6 +112,9 @@ class PretrainedInputs(SequenceInputs):
             )
         return kwargs
 
+    def with_count_of_all(self, total: Any, count: Any, axis: SequenceAxis) -> tuple[Any, Any]:
+        return total, count  # which transformers' loss was given (label_count)
+
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
