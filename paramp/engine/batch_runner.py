@@ -71,6 +71,10 @@ class EngineContext(ComputeContext):
         """The ``output`` for ``batch``, with the tokens of all ranks of the context axis."""
         return output if self.sequences is None else self.sequences.joined(output, batch)
 
+    def whole_sequences(self) -> AbstractContextManager[None]:
+        """The context for a criterion, which may run a model of its own, such as a teacher."""
+        return nullcontext() if self.sequences is None else self.sequences.paused()
+
     def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
         """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
         if not self.sharded:
@@ -99,7 +103,8 @@ class CheckedCriterion:
         """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
         if self._criterion is not None:
             output = self.compute.joined(output, microbatch)
-            return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
+            with self.compute.whole_sequences():
+                return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
         return _found(self._own_loss(output, microbatch))
 
     def find_count(self, output: Any, batch: Batch) -> None:

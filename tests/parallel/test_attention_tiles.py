@@ -54,7 +54,7 @@ def by_definition(rule, query, key):
     distance = query.view(-1, 1) - key
     visible = distance >= 0 if rule.causal else distance == distance
     if rule.window:
-        visible = visible & (distance < rule.window if rule.causal else distance.abs() <= rule.window)
+        visible = visible & (distance.abs() < rule.window)
     if rule.documents is None:
         return visible.unsqueeze(0)
     theirs, others = rule.documents.whole[:, query], rule.documents.whole[:, key]

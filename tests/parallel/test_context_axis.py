@@ -225,9 +225,10 @@ def assert_gradients(engine, inputs, expected, tolerance):
     start = engine.full_state_dict()
     engine.forward_backward(*inputs)
     engine.step()
-    for name, value in engine.full_state_dict().items():
-        way = (start[name] - value) / 16
-        assert (way - expected[name]).norm() <= tolerance * expected[name].norm(), name
+    stepped = engine.full_state_dict()
+    for name, gradient in expected.items():
+        way = (start[name] - stepped[name]) / 16
+        assert (way - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 @on_ranks(2)
@@ -240,6 +241,29 @@ def test_a_model_of_ones_own_has_the_gradients_of_one_process(world):
             inputs = batch["input_ids"], batch["attention_mask"].bool().roll(rolled, 0), batch["labels"]
             model.load_state_dict(engine.full_state_dict())
             assert_gradients(engine, (inputs,), gradients_of(model, *model(*inputs)["loss"]), 1e-12)
+
+
+class Teacher(nn.Module):
+    """A criterion with attention and positions of its own, which sees whole sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build("GPT").double()
+
+    def forward(self, output, tokens):
+        with torch.no_grad():
+            wanted = self.model(tokens.flip(1))
+        return F.mse_loss(output, wanted)
+
+
+@on_ranks(2)
+def test_a_teacher_in_the_criterion_sees_whole_sequences(world):
+    tokens = next(batches("GPT"))["input_ids"]
+    model, teacher = build("GPT").double(), Teacher()
+    expected = gradients_of(model, teacher(model(tokens), tokens), 1)
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
+        engine = engine_of(model, teacher, functools.partial(torch.optim.SGD, lr=16.0))
+        assert_gradients(engine, (tokens, tokens), expected, 1e-12)
 
 
 class Skipping(nn.Module):

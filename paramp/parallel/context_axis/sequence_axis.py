@@ -120,6 +120,16 @@ class SequenceAxis:
             all_reduce_(value, self._group)
         return value
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context for what computes whole sequences while an engine computes parts."""
+        before = ACTIVE[:]
+        ACTIVE.clear()
+        try:
+            yield
+        finally:
+            ACTIVE[:] = before
+
     def trial(self) -> AbstractContextManager[None]:
         """A context for forwards that are tried, and what is computed of their outputs."""
         return nullcontext()
