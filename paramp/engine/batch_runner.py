@@ -18,7 +18,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
-from ..parallel.batch_outputs import loss_in
+from ..parallel.batch_outputs import loss_in, summed, with_loss
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, moved
@@ -67,10 +67,6 @@ class EngineContext(ComputeContext):
         with super().enter(autocast=autocast), inside.computing():
             yield
 
-    def joined(self, output: Any, batch: Batch) -> Any:
-        """The ``output`` for ``batch``, with the tokens of all ranks of the context axis."""
-        return output if self.sequences is None else self.sequences.joined(output, batch)
-
     def whole_sequences(self) -> AbstractContextManager[None]:
         """The context for a criterion, which may run a model of its own, such as a teacher."""
         return nullcontext() if self.sequences is None else self.sequences.paused()
@@ -102,25 +98,41 @@ class CheckedCriterion:
     def of(self, output: Any, microbatch: Batch) -> Loss:
         """The loss of a microbatch, from the model's output and, if there is one, the target; as :meth:`__call__`."""
         if self._criterion is not None:
-            output = self.compute.joined(output, microbatch)
+            output = self.joined(output, microbatch)
             with self.compute.whole_sequences():
                 return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
         return _found(self._own_loss(output, microbatch))
 
+    def joined(self, output: Any, batch: Batch) -> Any:
+        """The ``output`` for ``batch``, with the tokens of all ranks of the context axis, and the loss of them."""
+        sequences = self.compute.sequences
+        if sequences is None:
+            return output
+        loss = loss_in(output)
+        is_mean = isinstance(loss, torch.Tensor)
+        if sequences.num_averaged > 1 and (loss.numel() == 1 if is_mean else loss is not None):
+            from ..parallel.context_axis.added_loss import added
+
+            total, count = _checked(self._own_loss(output, batch))
+            total, count = added(total, sequences), sequences.summed(torch.as_tensor(count))
+            output = with_loss(output, total / count.clamp(min=1) if is_mean else (total, count))
+        return sequences.joined(output, batch)
+
     def find_count(self, output: Any, batch: Batch) -> None:
-        """Remember the count of the model's own loss in ``output``, for :meth:`counted`; not the loss."""
+        """Remember the count of the model's own loss in a joined ``output``, for :meth:`counted`; not the loss."""
         loss, self._found = loss_in(output), None
         if self._criterion is None and isinstance(loss, torch.Tensor):
-            counted = self._own_loss(output, batch)
-            if isinstance(counted, tuple):
-                self._found = ref(loss), counted[1]
+            found, sequences = self._own_loss(output, batch), self.compute.sequences
+            if isinstance(found, tuple):
+                count = found[1] if sequences is None else sequences.summed(found[1]).double() / sequences.size
+                self._found = ref(loss), count
 
     def counted(self, loss: Any) -> Any:
         """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""
         if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
             return loss
         count = self._found[1]
-        return loss * count.to(loss.device).clamp(min=1), count
+        return summed(loss, count), count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
@@ -226,7 +238,7 @@ class BatchRunner:
 
         def loss(output: Any, microbatch: Batch) -> torch.Tensor:
             if seen is not None:
-                whole = self._compute.joined(output, microbatch)
+                whole = self.criterion.joined(output, microbatch)
                 seen.append((map_tensors(torch.Tensor.detach, whole), microbatch.target))
             if backward:
                 return self._losses.scaled(self.criterion.of(output, microbatch))

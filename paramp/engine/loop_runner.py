@@ -57,7 +57,7 @@ class LoopRunner(BatchRunner):
             failing = self._window.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
             with failing, self._context.phase("forward" if training else "evaluation"), self._computing(), running:
-                output = self._compute.joined(self._stages(*batch.args, **batch.kwargs), batch)
+                output = self.criterion.joined(self._stages(*batch.args, **batch.kwargs), batch)
             if not training:
                 return map_tensors(full_tensor, output)
             self.criterion.find_count(output, batch)
@@ -206,7 +206,7 @@ class LoopRunner(BatchRunner):
         outputs: list[Any] = []
 
         def see(output: Any, microbatch: Batch) -> torch.Tensor:
-            outputs.append(map_tensors(full_tensor, self._compute.joined(output, microbatch)))
+            outputs.append(map_tensors(full_tensor, self.criterion.joined(output, microbatch)))
             return no_loss(output, microbatch)
 
         self._failure.begin_batch()

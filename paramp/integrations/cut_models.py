@@ -7,7 +7,7 @@ gets whole sequences, computes this rank's tokens (:mod:`paramp.parallel.context
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from ..distributed.token_positions import ACTIVE
 from ..observe.same_data import SameBatches
 from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
+from ..parallel.context_axis.added_loss import added
 from ..parallel.context_axis.sequence_axis import SequenceAxis
 from ..parallel.context_axis.sharded_stages import CutStage
 from ..parallel.model_families import adapter_for
@@ -31,21 +32,6 @@ class AddedAxis(SequenceAxis):
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of ``count`` over the ranks."""
         return self.summed(count)
-
-    def added(self, loss: torch.Tensor) -> torch.Tensor:
-        """The sum of ``loss`` over the ranks, differentiable; as for :meth:`join`, gradients are averaged later."""
-        return cast(torch.Tensor, _AddedLoss.apply(loss, self))
-
-
-class _AddedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, axis: AddedAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return axis.summed(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient * ctx.axis.num_averaged, None
 
 
 def cut_sequences(model: nn.Module, axis: AddedAxis, context: ParallelContext) -> None:
@@ -91,7 +77,7 @@ class _CutModel(CutStage):
 
         def whole(path: str, leaf: Any) -> Any:
             if leaf is loss and loss is not None:
-                return self.axis.added(loss)
+                return added(loss, self.axis)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim < 2:
                 raise ConfigError(
                     f"{type(self.stage).__name__}: got {path} of shape {tuple(leaf.shape)}, expected tokens in dim 1 "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.collectives import broadcast_
-from ..base.trees import children, leaves, map_leaves, map_tensors, step_to, tensors
+from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, step_to, tensors
 
 
 def join(parts: list[Any]) -> Any:
@@ -39,6 +39,18 @@ def join(parts: list[Any]) -> Any:
 def loss_in(output: Any) -> Any:
     """The ``loss`` of ``output``, a mapping, dataclass or other object; None if it has none."""
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def summed(loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The sum over ``count`` labels that has the mean ``loss``; without labels ``loss``, or 0 for the mean of none."""
+    total = loss * count.to(loss.device).clamp(min=1)
+    return torch.where((count.to(loss.device) == 0) & loss.isnan(), 0, total)
+
+
+def with_loss(output: Any, loss: Any) -> Any:
+    """``output``, a mapping or dataclass, with another ``loss``."""
+    parts, own = children(output) or {}, loss_in(output)
+    return rebuilt(output, {key: loss if child is own else child for key, child in parts.items()})
 
 
 def _sum_and_count(output: Any) -> set[str]:

@@ -220,10 +220,10 @@ def gradients_of(model, loss, count):
     return found
 
 
-def assert_gradients(engine, inputs, expected, tolerance):
-    """A step of SGD with the rate 16 moves each weight by its gradient."""
+def assert_gradients(engine, inputs, expected, tolerance, run=None):
+    """A step of SGD with the rate 16 moves each weight by its gradient; ``run``: in place of ``forward_backward``."""
     start = engine.full_state_dict()
-    engine.forward_backward(*inputs)
+    (run or engine.forward_backward)(*inputs)
     engine.step()
     stepped = engine.full_state_dict()
     for name, gradient in expected.items():
@@ -315,6 +315,65 @@ def test_outputs_and_evaluations_are_of_whole_sequences(world):
         output, label, _ = engine.execute_schedule(iter([(tokens, target)]), forward_only=True)
         torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-6)
         assert torch.equal(label, target)
+
+
+OF_OUTPUTS = {
+    "its loss": lambda output: output.loss,
+    "its loss and logits": lambda output: 2 * output.loss + output.logits.square().mean(),
+    "a sum and a count": lambda output: output["loss"],
+    "their quotient": lambda output: output["loss"][0] / output["loss"][1],
+}
+
+
+@pytest.mark.parametrize("in_loop", [True, False])
+@pytest.mark.parametrize("kind", OF_OUTPUTS)
+@on_ranks(2)
+def test_a_loss_of_whole_outputs_has_the_gradients_of_one_process(world, kind, in_loop):
+    """Ranks have different numbers of labels."""
+    torch.manual_seed(0)
+    (batch, *_) = batches("padded")
+    model, loss_of = wide("Llama"), OF_OUTPUTS[kind]
+    if "loss" not in kind:
+        model = OwnModel().double()
+        batch = {"tokens": batch["input_ids"], "seen": batch["attention_mask"].bool(), "labels": batch["labels"]}
+    output = model.eval()(**batch)
+    loss = loss_of(output)
+    loss, count = loss if isinstance(loss, tuple) else (loss, 1)
+    expected = gradients_of(model, loss, count)
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
+        engine = engine_of(model, None if in_loop else loss_of, functools.partial(torch.optim.SGD, lr=16.0))
+        shown = [engine.train(mode)(**batch) for mode in (False, True)]
+        shown.append(engine.execute_schedule(iter([batch]), forward_only=True)[0])
+        for one in shown:
+            torch.testing.assert_close(one["loss"], output["loss"], rtol=1e-6, atol=0)
+        run = (lambda batch: engine.backward(loss_of(engine(**batch)))) if in_loop else None
+        assert_gradients(engine, (batch,), expected, 1e-6, run)
+
+
+LABELLED = {
+    "BertForMaskedLM": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    "LlamaForTokenClassification": {"num_labels": 100, "classifier_dropout": 0},
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+@on_ranks(2)
+def test_a_rank_without_labels_adds_nothing_to_a_loss_that_takes_no_count(world, kind):
+    import transformers
+
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model_class = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(num_attention_heads=4, **sizes, **LABELLED[kind])).train()
+    batch = {**next(batches("Llama")), "attention_mask": torch.ones(4, LENGTH, dtype=torch.long)}
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(LENGTH) >= 5, -100)  # a quarter of the first rank's
+    loss = model(**batch).loss
+    norm = float(nn.utils.get_total_norm(gradients_of(model, loss, 1).values()))
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(model, None)
+        torch.testing.assert_close(engine(**batch).loss, loss, rtol=1e-5, atol=0)
+        engine.forward_backward(batch)
+        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-5)
 
 
 @on_ranks(2)
@@ -470,6 +529,36 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
         tokens = torch.randint(0, 100, (2, 30 if case == "length" else LENGTH))
         with pytest.raises((paramp.ConfigError, ValueError), match=text):
             engine.forward_backward(tokens, None if criterion is None else tokens)
+
+
+@on_ranks(2)
+def test_labels_are_shifted_for_transformers_loss_and_refused_for_another(world):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    (batch, *_) = batches("Llama")
+    model = build("Llama")
+    expected = float(model(**batch).loss.detach())
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        model.loss_function = functools.partial(ForCausalLMLoss, ignore_index=-100)
+        assert float(engine_of(model, None).forward_backward(batch)) == pytest.approx(expected, rel=1e-5)
+        for function in (functools.partial(ForCausalLMLoss, ignore_index=0), lambda **_: torch.zeros(())):
+            model = build("Llama")
+            model.loss_function = function
+            engine = engine_of(model, None)
+            with pytest.raises(paramp.ConfigError, match="another loss_function than transformers'"):
+                engine.forward_backward(batch)
+            engine(input_ids=batch["input_ids"])
+
+
+@on_ranks(2)
+def test_logits_of_some_tokens_are_refused(world):
+    (batch, *_) = batches("Llama")
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(build("Llama"), None).eval()
+        assert engine(input_ids=batch["input_ids"], logits_to_keep=0).logits.shape[1] == LENGTH
+        for kept in (1, torch.tensor([3])):
+            with pytest.raises(paramp.ConfigError, match="'logits_to_keep'"):
+                engine(input_ids=batch["input_ids"], logits_to_keep=kept)
 
 
 @on_ranks(2)

@@ -1,5 +1,7 @@
 """Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
 
+import functools
+
 import pytest
 import torch
 from beside_plain import adamw, assert_weights
@@ -15,6 +17,7 @@ pytest.importorskip("transformers")
 
 import pretrained
 import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
 from paramp.parallel.huggingface.model_output import without_cache
@@ -242,7 +245,31 @@ def unshifted():
     return transformers.BartForCausalLM(transformers.BartConfig(vocab_size=128, **sizes))
 
 
+def summed_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    logits, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].flatten()
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+NO_COUNT = {"num_items_in_batch": None}
+
+
+def calling(function):
+    model = build("llama")
+    model.loss_function = function
+    return model
+
+
+def unequal(x):
+    return {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > 1 + x[:, :1] % 5, -100)}
+
+
 OWN_LOSSES = {
+    "unshifted, none of one sample": (unshifted, lambda x: {"input_ids": x, "labels": x.where(x != x[:1], -100)}),
+    "of one's own": (lambda: calling(summed_loss), unequal),
+    "of one's own, a mean": (lambda: calling(lambda **kwargs: summed_loss(**{**kwargs, **NO_COUNT})), unequal),
+    "of transformers, partial": (lambda: calling(functools.partial(ForCausalLMLoss, ignore_index=-100)), unequal),
     "choosing": (choosing, lambda x: {"input_ids": x.unflatten(1, (2, 3)), "labels": x[:, 0] % 2}),
     "unshifted": (unshifted, lambda x: {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > x[:, :1] % 5, -100)}),
 }

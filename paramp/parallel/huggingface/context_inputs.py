@@ -21,7 +21,7 @@ from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
-from .model_output import IGNORED, call_options, calls_causal_loss, counting, shifts_labels
+from .model_output import IGNORED, call_options, calls_causal_loss, counting, has_given_loss, shifts_labels
 from .router_loss import ROUTERS, asks_for_loss
 
 NAME = "paramp_context"
@@ -31,6 +31,8 @@ LAYERS = "full_attention", "sliding_attention"
 POSITIONS = frozenset({"position_ids"})
 """Inputs with the tokens in the last dim."""
 
+KEPT = "logits_to_keep"
+"""The input that says of which tokens logits are computed."""
 LIMITS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 """Inputs of flash attention: where packed documents begin and end, and how long they are."""
 
@@ -45,6 +47,7 @@ class PretrainedInputs(SequenceInputs):
         self._options, self._counted = call_options(model), counting(model)
         self._shifts = calls_causal_loss(model)
         self._shifts_itself = shifts_labels(model) and not self._shifts
+        self._has_given_loss = has_given_loss(model)
 
     def check(self, model: nn.Module, num_stages: int) -> None:
         from transformers import AttentionInterface
@@ -128,6 +131,12 @@ class PretrainedInputs(SequenceInputs):
                 "parallel.context cuts sequences, and a rank has the keys of its tokens only; pass whole sequences, "
                 "and generate with a model that is not cut"
             )
+        kept = kwargs.get(KEPT, 0)
+        if isinstance(kept, torch.Tensor) or kept:
+            raise ConfigError(
+                f"inputs[{KEPT!r}]: got {kept}, expected none, because parallel.context cuts sequences, and a rank "
+                "would keep those of its tokens; index the logits of the output"
+            )
         limits = {name: kwargs.pop(name) for name in LIMITS if name in kwargs}
         found = {name: self._part(name, value, length, axis) for name, value in kwargs.items()}
         first = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None)
@@ -141,6 +150,12 @@ class PretrainedInputs(SequenceInputs):
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
         if "labels" in kwargs:
             labels = kwargs["labels"]
+            if self._has_given_loss:
+                raise ConfigError(
+                    f"inputs['labels']: {type(self._model).__name__} has another loss_function than transformers', "
+                    "expected none, because parallel.context cuts sequences, and it would get a rank's tokens; give a "
+                    "criterion, or set the size to 1"
+                )
             if self._shifts_itself:
                 raise ConfigError(
                     f"inputs['labels']: {type(self._model).__name__} shifts them in its forward, expected a model with "

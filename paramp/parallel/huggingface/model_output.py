@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
+from ..batch_outputs import summed
 from ..batches import Batch
 from .router_loss import RouterLoss
 from .shown_tokens import MASK, masked_by
@@ -60,13 +62,30 @@ def calls_causal_loss(model: nn.Module) -> bool:
 
     The name of the function alone does not tell: it is the default of models that compute a loss of their own.
     """
-    function = getattr(getattr(model, "loss_function", None), "__name__", "")
-    return function == "ForCausalLMLoss" and any("loss_function" in code.co_names for code in _forwards(model))
+    return getattr(_called_loss(model), "__name__", "") == "ForCausalLMLoss"
+
+
+def has_given_loss(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` calls a ``loss_function`` that is none of transformers'."""
+    function = _called_loss(model)
+    return function is not None and not str(getattr(function, "__module__", "")).startswith("transformers.")
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` shifts labels, by transformers' loss of causal models or in its own forward."""
+    """Whether the loss of ``model`` shifts labels: transformers' of causal models, one in its place, or its forward."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if has_given_loss(model):
+        return LOSS_MAPPING.get(str(model.loss_type), ForCausalLMLoss) is ForCausalLMLoss
     return calls_causal_loss(model) or any("shift_labels" in code.co_varnames for code in _forwards(model))
+
+
+def _called_loss(model: nn.Module) -> Any:
+    """The ``loss_function`` of ``model``, without arguments that change nothing; None if its forward calls none."""
+    function: Any = getattr(model, "loss_function", None)
+    if isinstance(function, partial) and not function.args and function.keywords in ({}, {"ignore_index": IGNORED}):
+        function = function.func
+    return function if any("loss_function" in code.co_names for code in _forwards(model)) else None
 
 
 def _forwards(model: nn.Module) -> list[CodeType]:
@@ -143,7 +162,7 @@ def token_loss(model: nn.Module) -> Callable[[Any, Batch], Any]:
         loss, count = getattr(output, "loss", None), count_labels(microbatch.args, microbatch.kwargs)
         if loss is None or count is None:
             return loss
-        return loss * count.to(loss.device).clamp(min=1), count
+        return summed(loss, count), count
 
     return find
 
