@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, unbound
 from ..base.trees import map_leaves
 from ..distributed.context import ParallelContext
@@ -22,7 +21,7 @@ from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
 from ..parallel.context_axis.added_loss import added
 from ..parallel.context_axis.sequence_axis import SequenceAxis
-from ..parallel.context_axis.sharded_stages import CutStage
+from ..parallel.context_axis.sharded_stages import CutStage, no_tokens
 from ..parallel.model_families import adapter_for
 
 
@@ -79,11 +78,7 @@ class _CutModel(CutStage):
             if leaf is loss and loss is not None:
                 return added(loss, self.axis)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim < 2:
-                raise ConfigError(
-                    f"{type(self.stage).__name__}: got {path} of shape {tuple(leaf.shape)}, expected tokens in dim 1 "
-                    "of all it returns, because each rank of the context axis has some of them; return the outputs of "
-                    "tokens, and compute the loss of them and whole labels in the loop"
-                )
+                raise no_tokens(self.stage, path, leaf.shape)
             return leaf
 
         return map_leaves(whole, output, "output")

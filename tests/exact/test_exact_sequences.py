@@ -313,6 +313,20 @@ def test_a_forward_that_depends_on_a_ranks_tokens_is_an_error_before_ranks_wait(
             engine.forward_backward(tokens, tokens)
 
 
+class LastToken(nn.Sequential):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, -1, 0]
+
+
+@on_ranks(2)
+def test_an_output_of_the_last_token_is_refused_as_it_is_another_one_on_each_rank(world):
+    tokens = torch.arange(16)[None]
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 4}, "parallel": {"context": 2}}):
+        engine = engine_of(nn.Sequential(LastToken(nn.Embedding(16, 8))), next_token)
+        with pytest.raises(paramp.ConfigError, match=r"output of shape \(1,\), expected tokens in dim 1"):
+            engine.forward_backward(tokens, tokens)
+
+
 @pytest.mark.parametrize(
     ("parallel", "slices", "message"),
     [

@@ -480,13 +480,22 @@ class Counted(nn.Module):
         return self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
 
 
-class Pooled(nn.Module):
-    def __init__(self):
+class Headed(nn.Module):
+    """Tokens, of whose hidden states a function makes the outputs."""
+
+    def __init__(self, outputs):
         super().__init__()
-        self.tokens, self.head = nn.Embedding(100, 8), nn.Linear(8, 3)
+        self.outputs = outputs
+        self.tokens = nn.Embedding(100, 8)
 
     def forward(self, tokens):
-        return self.head(self.tokens(tokens).mean(1))
+        return self.outputs(self.tokens(tokens))
+
+
+def of_next_token(hidden):
+    """A loss of each token and the next one that this rank has: (sum, count)."""
+    found = (hidden[:, 1:] - hidden[:, :-1]).square().mean(-1)
+    return {"loss": (found.sum(), torch.tensor(found.numel()))}
 
 
 class Masked(nn.Module):
@@ -502,20 +511,28 @@ class Masked(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).squeeze(1)
 
 
-class OwnLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(100, 8)
+def mean(output, target):
+    return output.mean()
 
-    def forward(self, tokens):
-        return {"loss": self.tokens(tokens).square().mean()}
+
+def first_mean(output, target):
+    return output[0].mean() + output[1]
 
 
 REFUSED_BATCHES = {
     "positions": (lambda: Counted(torch.arange), summed_loss, "counts their places itself"),
-    "pooled": (Pooled, lambda output, target: output.mean(), "expected the tokens in dim 1"),
-    "masked": (Masked, lambda output, target: output.mean(), "other masks are not cut"),
-    "mean of its own": (OwnLoss, None, "expected \\(sum, count\\)"),
+    "pooled": (lambda: Headed(lambda x: x[..., :3].mean(1)), mean, "output of shape \\(2, 3\\), expected tokens"),
+    "a number of each": (lambda: Headed(lambda x: x.mean((1, 2))), mean, "output of shape \\(2,\\), expected tokens"),
+    "last token": (lambda: Headed(lambda x: x[:, -1, 0]), mean, "output of shape \\(2,\\), expected tokens"),
+    "a sum beside tokens": (
+        lambda: Headed(lambda x: (x, x.sum())),
+        first_mean,
+        "output\\[1\\] of shape \\(\\), expected",
+    ),
+    "flat tokens": (lambda: Headed(lambda x: x[..., 0].flatten()), mean, "output of shape \\(16,\\), expected tokens"),
+    "own shift": (lambda: Headed(of_next_token), None, "own loss of Headed for the first 8 tokens is off by"),
+    "masked": (Masked, mean, "other masks are not cut"),
+    "mean of its own": (lambda: Headed(lambda x: {"loss": x.square().mean()}), None, "expected \\(sum, count\\)"),
     "length": (lambda: Counted(paramp.token_positions), summed_loss, "expected a multiple of 4"),
 }
 
@@ -594,6 +611,15 @@ def test_positions_that_are_counted_over_ranks_are_right(world):
         tokens = torch.randint(0, 100, (2, LENGTH))
         whole = model(tokens).detach()
         torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
+
+
+@on_ranks(2)
+def test_a_value_that_is_that_of_whole_sequences_on_each_rank_is_an_output(world):
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        model = Headed(lambda x: (x, torch.tensor(2.5)))
+        whole, scale = engine_of(model, first_mean)(torch.arange(LENGTH)[None])
+        assert torch.equal(whole, model.tokens.weight[None, :LENGTH])
+        assert float(scale) == 2.5
 
 
 def encoder_decoder():

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...base.dtensor import local
+from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
 from ...base.module_surgery import BATCH_NORMS, with_forward
-from ...base.trees import map_leaves, tensors
+from ...base.trees import leaves, map_leaves, tensors
 from ...distributed.context import ParallelContext
 from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
+from ..batch_outputs import loss_in
 from ..batches import Batch
 from .sequence_axis import SequenceAxis, length_of
 
@@ -37,6 +38,11 @@ LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2
 LARGEST_OF_FLOAT8 = 0.25
 """The same where linear layers multiply in float8: its scales are of the largest element, which a part may not have.
 0.07 is measured for two blocks of GPT."""
+
+SHAPES = ((), (1,))
+"""Of a loss, and of its count."""
+OwnLoss: TypeAlias = Callable[[Any, Batch], Any]
+"""Finds the model's own loss in an output and its batch: (sum, count), or a mean; None: it has none."""
 
 
 class SequenceInputs:
@@ -97,10 +103,10 @@ class SequenceInputs:
 def shard_stages(
     stages: Sequence[nn.Module],
     inputs: SequenceInputs,
-    own_loss: Callable[[Any, Batch], Any],
+    own_loss: OwnLoss,
     axis: SequenceAxis,
     context: ParallelContext,
-) -> tuple[list[nn.Module], Callable[[Any, Batch], Any]]:
+) -> tuple[list[nn.Module], OwnLoss]:
     """``stages`` that compute this rank's tokens, and ``own_loss`` of their outputs and whole microbatches."""
 
     def loss(output: Any, microbatch: Batch) -> Any:
@@ -111,9 +117,12 @@ def shard_stages(
                 "the model's output has a loss that is a mean, expected (sum, count), because parallel.context cuts "
                 "sequences, and ranks have different numbers of labels"
             )
-        return found and inputs.with_count_of_all(*found, axis)
+        if found is None:
+            return None
+        total, count = found
+        return inputs.with_count_of_all(total, count, axis)
 
-    cut = [CutStage(stage, inputs, axis, context, is_first=not index) for index, stage in enumerate(stages)]
+    cut = [CutStage(stage, inputs, axis, context, not index, own_loss) for index, stage in enumerate(stages)]
     return [with_forward(one.stage, one.forward) for one in cut], loss
 
 
@@ -126,7 +135,8 @@ class CutStage:
     axis: SequenceAxis
     context: ParallelContext
     is_first: bool
-    is_tried: bool = False
+    own_loss: OwnLoss = lambda output, _: loss_in(output)
+    is_tried: bool = field(default=False, init=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage computes for this rank's tokens."""
@@ -163,49 +173,99 @@ class CutStage:
             module.training = False
         active = ACTIVE[:]
         try:
-            with axis.trial(), forked(self.context.device):  # a run that goes on from a checkpoint tries once more
+            # A run that goes on from a checkpoint tries once more, and draws the same numbers.
+            with axis.trial(), forked(self.context.device):
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
-                found = axis.joined_tokens(self.compute(*some_args, **some_kwargs), tokens)
+                output = self.compute(*some_args, **some_kwargs)
+                found = axis.joined_tokens(output, tokens)
+                loss = self._own_loss(output, some_args, some_kwargs)
                 ACTIVE.clear()
                 with self.inputs.whole():
                     expected = self.compute(*args, **kwargs)
+                whole_loss = self._own_loss(expected, args, kwargs)
         finally:
             ACTIVE[:] = active
             torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
             for module in training:
                 module.training = True
+        seen = self.inputs.seen(kwargs)
         with axis.trial():
-            self._compare(found, expected, tokens, self.inputs.seen(kwargs))
+            self._compare(found, expected, tokens, seen)
+            # Labels of padding may count; where gradients are summed, a loss is of whole rows, but not in a trial.
+            if axis.num_averaged > 1 and (seen is None or bool(seen.all())):
+                self._compare_losses(axis.summed(loss), whole_loss, tokens)
+
+    def _own_loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The sum and the count of the model's own loss, or a mean and 1, float64; nan and 1 if it has none."""
+        loss = self.own_loss(output, Batch(args if self.is_first else (), dict(kwargs)))
+        pair = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 1)
+        if not all(isinstance(one, (int, float)) or getattr(one, "shape", None) in SHAPES for one in pair):
+            pair = float("nan"), 1
+        numbers = [float(full_tensor(one)) for one in pair]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.axis.device)
 
     def _compare(self, found: Any, expected: Any, tokens: int, seen: torch.Tensor | None) -> None:
-        name = type(self.stage).__name__
-        worst = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        pairs = zip(tensors(found), tensors(expected), strict=True)
-        compares = False
-        for ours, theirs in ((local(ours), local(theirs)) for ours, theirs in pairs):
-            if theirs.ndim < 2 or not theirs.is_floating_point():
+        differences = {}
+        losses = [id(one) for one in tensors(loss_in(expected))]
+        paths = [path for path, leaf in leaves(expected, "output") if isinstance(leaf, torch.Tensor)]
+        for path, ours, theirs in zip(paths, tensors(found), tensors(expected), strict=True):
+            if not theirs.is_floating_point() or (theirs.numel() == 1 and id(theirs) in losses):
                 continue
-            compares = True
-            if ours.shape != theirs.shape or theirs.shape[1] != tokens:
-                raise ConfigError(
-                    f"parallel.context.size: {name} returned {tuple(theirs.shape)} for {tokens} tokens, expected the "
-                    "tokens in dim 1, because the axis cuts sequences; set it to 1"
-                )
-            if seen is not None:
+            ours, theirs = local(ours), local(theirs)
+            if ours.shape != theirs.shape or (theirs.ndim > 1 and theirs.shape[1] != tokens):
+                raise no_tokens(self.stage, path, theirs.shape)
+            if seen is not None and theirs.ndim > 1:
                 ours, theirs = ours[seen], theirs[seen]
             difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
-            worst = torch.maximum(worst, difference)
-        for axis in (self.context.cp, self.context.tensor_axis):  # ranks that would wait for one that raises alone
-            dist.all_reduce(worst, dist.ReduceOp.MAX, axis.group)
-        precision = self.context.config.precision
-        most = LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
-        if compares and not float(worst) <= most:
+            differences[path, theirs] = difference
+        for (path, theirs), difference in zip(differences, self._largest([*differences.values()]), strict=True):
+            if difference <= self._most:
+                continue
+            if theirs.ndim < 2:
+                raise no_tokens(self.stage, path, theirs.shape)
             raise ConfigError(
-                f"parallel.context.size: {name} computes something else from a part of a sequence: its outputs for the "
-                f"first {tokens} tokens are off by {float(worst):.2g} of their norm, expected at most {most:g}. It "
-                "mixes tokens other than by attention, attends over packed documents, or counts their places itself "
-                "(paramp.token_positions counts them over all ranks); set the size to 1"
+                f"parallel.context.size: {type(self.stage).__name__} computes something else from a part of a "
+                f"sequence: its outputs for the first {tokens} tokens are off by {difference:.2g} of their norm, "
+                f"expected at most {self._most:g}. It mixes tokens other than by attention, attends over packed "
+                "documents, or counts their places itself (paramp.token_positions counts them over all ranks); set "
+                "the size to 1"
             )
+
+    def _compare_losses(self, found: torch.Tensor, expected: torch.Tensor, tokens: int) -> None:
+        """Compare (sum, count) of all ranks with that of whole sequences."""
+        mean = expected[0] / expected[1]
+        difference = (found[0] / found[1] - mean).abs() / mean.abs().clamp(min=1)  # it may be the sum of + and -
+        (largest,) = self._largest([difference.where(mean.isfinite(), 0)])  # no label, no loss
+        if not largest <= self._most:
+            raise ConfigError(
+                f"parallel.context.size: the own loss of {type(self.stage).__name__} for the first {tokens} tokens is "
+                f"off by {largest:.2g}, expected that of whole sequences as (sum, count) over the ranks. Labels are "
+                "cut as tokens are: shift them before the model gets them, or give a criterion, which gets whole "
+                "outputs; or set the size to 1"
+            )
+
+    def _largest(self, differences: list[torch.Tensor]) -> list[float]:
+        """Those of all ranks, which would wait for one that raises alone."""
+        if not differences:
+            return []
+        largest = torch.stack(differences).to(self.context.device)
+        for axis in (self.context.cp, self.context.tensor_axis):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, axis.group)
+        return largest.tolist()
+
+    @property
+    def _most(self) -> float:
+        precision = self.context.config.precision
+        return LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
+
+
+def no_tokens(stage: nn.Module, path: str, shape: torch.Size) -> ConfigError:
+    """The error of an output that depends on which tokens a rank has."""
+    return ConfigError(
+        f"{type(stage).__name__}: got {path} of shape {tuple(shape)}, expected tokens in dim 1 of all it returns, "
+        "because each rank of the context axis has some of them; return the outputs of tokens, and compute what is of "
+        "whole sequences from them, in the criterion or the loop; or set parallel.context.size to 1"
+    )
 
 
 def _num_tokens(received: Any) -> int:
