@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import paramp
 from paramp import token_positions
+from paramp.base.dtensor import local
 from paramp.config.files import load
 from paramp.models.gpt import GPT, GPTConfig
 from paramp.parallel.context_axis import sequence_axis
@@ -611,6 +612,80 @@ def test_positions_that_are_counted_over_ranks_are_right(world):
         tokens = torch.randint(0, 100, (2, LENGTH))
         whole = model(tokens).detach()
         torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
+
+
+class Hidden(nn.Module):
+    """Tokens with embedded positions, layers, and what is behind a gate."""
+
+    def __init__(self, positions, table=0.02, head=0.1):
+        super().__init__()
+        self.positions = positions
+        self.tokens, self.places = nn.Embedding(100, 16), nn.Embedding(LENGTH, 16)
+        self.block = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+        self.gate, self.head = nn.Parameter(torch.zeros(1)), nn.Linear(16, 100)
+        nn.init.normal_(self.places.weight, std=table)
+        nn.init.normal_(self.head.weight, std=head)
+        nn.init.constant_(self.head.bias, -0.0)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
+        for block in self.block:
+            x = x + block(x)
+        return self.head(x + self.gate * self.mixed(x))
+
+    def mixed(self, x):
+        return x
+
+
+class Gated(Hidden):
+    def mixed(self, x):
+        return x.cumsum(1)
+
+
+VACUOUS = {
+    "a table of zeros": lambda: Hidden(torch.arange, table=0.0),
+    "a head of zeros": lambda: Hidden(torch.arange, table=0.2, head=0.0),
+    "a gate of zero": lambda: Gated(token_positions),
+}
+
+
+@pytest.mark.parametrize("mode", ["32-true", "16-naive"])
+@pytest.mark.parametrize("case", VACUOUS)
+@on_ranks(2)
+def test_weights_that_are_zero_hide_nothing(world, case, mode):
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": mode}):
+        engine = engine_of(VACUOUS[case](), summed_loss)
+        before, counters = bits(engine), [one._version for one in engine.module.parameters()]
+        tokens = torch.randint(0, 100, (2, LENGTH))
+        with pytest.raises(paramp.ConfigError, match="mixes tokens other than by attention"):
+            engine.forward_backward(tokens, tokens)
+        assert bits(engine) == before
+        assert [one._version for one in engine.module.parameters()] == counters
+
+
+def bits(engine):
+    """Of each local weight, in which -0 is not 0."""
+    values = [local(one.detach()) for one in engine.module.parameters()]
+    return [one.view(torch.int16 if one.itemsize == 2 else torch.int32).tolist() for one in values]
+
+
+@pytest.mark.parametrize("free", [True, False])
+@on_ranks(4)
+def test_weights_have_their_own_values_after_the_trial(world, free):
+    """Also those that units of FSDP2 keep gathered."""
+    torch.manual_seed(0)
+    model, tokens = Hidden(token_positions, table=0.0), torch.randint(0, 100, (2, LENGTH))
+    model.block[0].requires_grad_(False)
+    for one in (model.block[1][1].weight, model.head.bias):
+        nn.init.constant_(one, -0.0)
+    expected = model(tokens).detach()
+    parallel = {"context": 2, "data": {"shard": 2, "reshard_after_forward": free}}
+    with paramp.launch_from_torch({"parallel": parallel}):
+        engine = engine_of(model)
+        before, counters = bits(engine), [one._version for one in engine.module.parameters()]
+        torch.testing.assert_close(engine(tokens).detach(), expected)
+        assert bits(engine) == before
+        assert [one._version for one in engine.module.parameters()] == counters
 
 
 @on_ranks(2)

@@ -25,6 +25,7 @@ from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in
 from ..batches import Batch
 from .sequence_axis import SequenceAxis, length_of
+from .trial_weights import varied
 
 MIXING = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -174,7 +175,7 @@ class CutStage:
         active = ACTIVE[:]
         try:
             # A run that goes on from a checkpoint tries once more, and draws the same numbers.
-            with axis.trial(), forked(self.context.device):
+            with axis.trial(), varied(self.stage), forked(self.context.device):
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
                 output = self.compute(*some_args, **some_kwargs)
                 found = axis.joined_tokens(output, tokens)
