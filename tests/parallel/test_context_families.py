@@ -115,6 +115,11 @@ NEXT |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_hea
 JAMBA = {**SIZES, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
 CHUNKS = {**HEADS, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]}
 SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG = {"rope_parameters": LONG, "original_max_position_embeddings": 32}
+USED = {"use_sliding_window": True}
+REFUSED_PART = ["Llama 4", "MiniMax", "Phi3, long", "Qwen2 MoE, window"]
 REFUSED = {
     "BLOOM": ("bloom", "BloomForCausalLM", {**SMALL, "n_head": 4}),
     "Jamba": ("jamba", "JambaForCausalLM", JAMBA),
@@ -124,6 +129,10 @@ REFUSED = {
     "MiniMax": ("minimax", "MiniMaxForCausalLM", {**NO_ATTENTION, "num_local_experts": 2}),
     "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM", NEXT),
     "RWKV": ("rwkv", "RwkvForCausalLM", SMALL),
+    "Llama, dynamic": ("llama", "LlamaForCausalLM", {**SIZES, "rope_parameters": DYNAMIC}),
+    "Phi3, long": ("phi3", "Phi3ForCausalLM", {**SIZES, **LONG}),
+    "PhiMoE": ("phimoe", "PhimoeForCausalLM", {**SIZES, "num_local_experts": 4, "sliding_window": WINDOW}),
+    "Qwen2 MoE, window": ("qwen2_moe", "Qwen2MoeForCausalLM", {**SIZES, **EXPERTS, **WINDOWS, **USED}),
 }
 TEXTS = {
     "BLOOM": "BloomForCausalLM computes attention of its own",
@@ -134,6 +143,10 @@ TEXTS = {
     "MiniMax": "MiniMaxForCausalLM has layers of the type 'linear_attention'",
     "Qwen3-Next": "'model.layers.0.linear_attn.conv1d' is a Conv1d, which mixes tokens",
     "RWKV": "RwkvForCausalLM computes attention of its own",
+    "Llama, dynamic": "'model.rotary_emb' has rotary positions of the type 'dynamic'",
+    "Phi3, long": "'model.rotary_emb' has rotary positions of the type 'longrope'",
+    "PhiMoE": "a PhimoeAttention, does not pass its sliding window to attention",
+    "Qwen2 MoE, window": "a Qwen2MoeAttention, does not pass its sliding window to attention",
 }
 CONFIGURATIONS = {"gemma3": "Gemma3TextConfig", "llama4": "Llama4TextConfig"}
 
@@ -193,7 +206,9 @@ def test_each_family_trains_as_in_one_process(world, name, kind):
 
 
 @family
-@pytest.mark.parametrize("name", cases("refused families", [*REFUSED], ["Llama 4", "MiniMax"], 2))
+@pytest.mark.parametrize(
+    "name", cases("refused families", [*REFUSED], ["Llama 4", "MiniMax", "Phi3, long", "Qwen2 MoE"], 2)
+)
 @on_ranks(2)
 def test_layers_without_an_exchange_are_refused_by_name(world, name):
     with (

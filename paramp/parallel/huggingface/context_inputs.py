@@ -65,6 +65,9 @@ class PretrainedInputs(SequenceInputs):
                 f"parallel.context.size: {kind} computes attention of its own, expected a model of one sequence that "
                 "looks it up in transformers' AttentionInterface; set it to 1"
             )
+        for problem in (_untold_window(model, config), _length_of_rope(model)):
+            if problem is not None:
+                raise ConfigError(f"parallel.context.size: {problem}; set it to 1")
         if num_stages > 1 and not self._is_chain:
             raise ConfigError(
                 f"parallel.context.size: the stages of {kind} run all of its forward, expected a decoder that is built "
@@ -185,6 +188,27 @@ class PretrainedInputs(SequenceInputs):
                 "dims, because parallel.context cuts sequences; leave it out, or set the size to 1"
             )
         return axis.cut(_padded(value, dim, length, axis, 0), dim)
+
+
+def _untold_window(model: nn.Module, config: Any) -> str | None:
+    """Why attention would not know the sliding window, which only the model's mask has."""
+    layers = getattr(config, "layer_types", None) or ("sliding_attention",)
+    if getattr(config, "sliding_window", None) is None or "sliding_attention" not in layers:
+        return None
+    for name, kind in {name: type(module) for name, module in model.named_modules()}.items():
+        if kind.__name__.endswith("Attention") and "sliding_window=" not in inspect.getsource(kind):
+            return f"{name!r}, a {kind.__name__}, does not pass its sliding window to attention, expected one that does"
+    return None
+
+
+def _length_of_rope(model: nn.Module) -> str | None:
+    """Why a rank's positions would be embedded otherwise than those of the whole sequence."""
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in ("dynamic", "longrope"):
+                return f"{name!r} has rotary positions of the type {kind!r}, which depend on the length of the sequence"
+    return None
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int, axis: SequenceAxis, value: int) -> torch.Tensor:
