@@ -18,7 +18,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
-from ..parallel.batch_outputs import loss_in, summed, with_loss
+from ..parallel.batch_outputs import loss_in, summed
 from ..parallel.batches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, moved
@@ -108,15 +108,7 @@ class CheckedCriterion:
         sequences = self.compute.sequences
         if sequences is None:
             return output
-        loss = loss_in(output)
-        is_mean = isinstance(loss, torch.Tensor)
-        if sequences.num_averaged > 1 and (loss.numel() == 1 if is_mean else loss is not None):
-            from ..parallel.context_axis.added_loss import added
-
-            total, count = _checked(self._own_loss(output, batch))
-            total, count = added(total, sequences), sequences.summed(torch.as_tensor(count))
-            output = with_loss(output, total / count.clamp(min=1) if is_mean else (total, count))
-        return sequences.joined(output, batch)
+        return sequences.joined(output, batch, lambda: _checked(self._own_loss(output, batch)))
 
     def find_count(self, output: Any, batch: Batch) -> None:
         """Remember the count of the model's own loss in a joined ``output``, for :meth:`counted`; not the loss."""

@@ -19,7 +19,6 @@ from ..distributed.token_positions import ACTIVE
 from ..observe.same_data import SameBatches
 from ..parallel.batch_outputs import loss_in
 from ..parallel.batches import Batch
-from ..parallel.context_axis.added_loss import added
 from ..parallel.context_axis.sequence_axis import SequenceAxis
 from ..parallel.context_axis.sharded_stages import CutStage, no_tokens
 from ..parallel.model_families import adapter_for
@@ -76,7 +75,7 @@ class _CutModel(CutStage):
 
         def whole(path: str, leaf: Any) -> Any:
             if leaf is loss and loss is not None:
-                return added(loss, self.axis)
+                return self.axis.added(loss)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.ndim < 2:
                 raise no_tokens(self.stage, path, leaf.shape)
             return leaf

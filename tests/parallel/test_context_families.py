@@ -33,6 +33,8 @@ MLA |= {"num_key_value_heads": 4}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1}
 ROUTED |= {"topk_group": 1}
+T5GEMMA = {"encoder": {**HEADS, **WINDOWS}, "decoder": HEADS, "is_encoder_decoder": False, "num_labels": 100}
+T5GEMMA |= {"classifier_dropout_rate": 0.0, "attention_dropout": 0.0, "dropout_rate": 0.0}
 WHISPER = {"vocab_size": 100, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
 WHISPER |= {"max_target_positions": 64, **TOKENS}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -99,11 +101,12 @@ FAMILIES = {
     "SmolLM3": ("smollm3", "SmolLM3ForCausalLM", {**SIZES, "no_rope_layers": [1, 0]}),
     "StableLM": ("stablelm", "StableLmForCausalLM", SIZES),
     "StarCoder2": ("starcoder2", "Starcoder2ForCausalLM", {**SIZES, "sliding_window": WINDOW}),
+    "T5Gemma encoder": ("t5gemma", "T5GemmaForTokenClassification", T5GEMMA),
     "Whisper decoder": ("whisper", "WhisperForCausalLM", WHISPER),  # whose own loss shifts no labels
 }
 """The module in transformers, the class, the options of its configuration; as in docs/models.md."""
 KINDS = ("padded", "packed")
-NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "ModernBERT", "OPT"})
+NOT_PACKED = frozenset({"AFMoE", "BioGPT", "GPT-OSS", "Granite MoE", "ModernBERT", "OPT", "T5Gemma encoder"})
 """Those that attend from one packed document to another, as transformers' masks of them do."""
 RIGHT = frozenset({"Gemma2", "OPT"})
 """Those whose padding is on the right: what sees nothing is NaN in fp64, or positions are counted without it."""

@@ -190,7 +190,7 @@ def clone(tmp_path_factory):
 COMMANDS = [command for command in commands() if command not in RUN_ELSEWHERE]
 BY_DEFAULT = [
     *(command for command in COMMANDS if "--" not in command or "runs/" in command),
-    "paramp doctor --json",
+    *("paramp doctor --json", "python launch/train.py --tp 2 --pp 2"),
     "python launch/prepare_data.py README.md docs --output data/own",
 ]
 """Among them those that write what others read."""

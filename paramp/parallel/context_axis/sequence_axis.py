@@ -7,7 +7,7 @@ computes, because a checkpointed block runs its forward again in autograd's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 from weakref import ReferenceType, ref
@@ -24,6 +24,7 @@ from ...base.trees import leaves, map_tensors
 from ...base.uncompiled import uncompiled
 from ...distributed.context import Axis
 from ...distributed.token_positions import ACTIVE
+from ..batch_outputs import loss_in, with_loss
 from ..batches import Batch
 from .context_attention import attention, default_method
 from .sequence_layout import SequenceLayout
@@ -87,9 +88,22 @@ class SequenceAxis:
         """The places of this rank's ``length`` tokens, (length,), int64."""
         return self.layout(length).positions(self._rank, "cpu" if device is None else device)
 
-    def joined(self, output: Any, batch: Batch) -> Any:
-        """The ``output`` of a model for the whole inputs of ``batch``; tensors with tokens in dim 1 are joined."""
+    def joined(self, output: Any, batch: Batch, own_loss: Callable[[], Any] | None = None) -> Any:
+        """The ``output`` of a model for the whole inputs of ``batch``; tensors with tokens in dim 1 are joined.
+
+        ``own_loss`` finds the sum and the count of the loss in the output, if it has one: it is then that of all ranks.
+        """
+        loss = loss_in(output)
+        is_mean = isinstance(loss, torch.Tensor)
+        if own_loss is not None and self.num_averaged > 1 and (loss.numel() == 1 if is_mean else loss is not None):
+            total, count = own_loss()
+            total, count = self.added(total), self.summed(torch.as_tensor(count))
+            output = with_loss(output, total / count.clamp(min=1) if is_mean else (total, count))
         return self.joined_tokens(output, length_of(batch.args, batch.kwargs))
+
+    def added(self, loss: torch.Tensor) -> torch.Tensor:
+        """The sum of ``loss`` over the ranks, differentiable; as for :meth:`join`, gradients are averaged later."""
+        return cast(torch.Tensor, _AddedLoss.apply(loss, self))
 
     def joined_tokens(self, tree: Any, length: int) -> Any:
         """The ``tree`` whose tensors with this rank's tokens in dim 1 have those of the sequence of ``length``."""
@@ -196,6 +210,17 @@ class _JoinTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         own = ctx.axis.cut(gradient, ctx.dim)
         return own if ctx.axis.num_averaged == 1 else own * ctx.axis.num_averaged, None, None
+
+
+class _AddedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, axis: SequenceAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.summed(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient * ctx.axis.num_averaged, None
 
 
 def active() -> SequenceAxis:

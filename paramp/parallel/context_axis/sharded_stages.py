@@ -172,7 +172,6 @@ class CutStage:
         training = [module for module in self.stage.modules() if module.training]
         for module in training:
             module.training = False
-        active = ACTIVE[:]
         try:
             # A run that goes on from a checkpoint tries once more, and draws the same numbers.
             with axis.trial(), varied(self.stage), forked(self.context.device):
@@ -180,12 +179,11 @@ class CutStage:
                 output = self.compute(*some_args, **some_kwargs)
                 found = axis.joined_tokens(output, tokens)
                 loss = self._own_loss(output, some_args, some_kwargs)
-                ACTIVE.clear()
-                with self.inputs.whole():
-                    expected = self.compute(*args, **kwargs)
-                whole_loss = self._own_loss(expected, args, kwargs)
+                with axis.paused():
+                    with self.inputs.whole():
+                        expected = self.compute(*args, **kwargs)
+                    whole_loss = self._own_loss(expected, args, kwargs)
         finally:
-            ACTIVE[:] = active
             torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
             for module in training:
                 module.training = True
@@ -206,7 +204,7 @@ class CutStage:
         return torch.tensor(numbers, dtype=torch.float64, device=self.axis.device)
 
     def _compare(self, found: Any, expected: Any, tokens: int, seen: torch.Tensor | None) -> None:
-        differences = {}
+        compared, differences = [], []
         losses = [id(one) for one in tensors(loss_in(expected))]
         paths = [path for path, leaf in leaves(expected, "output") if isinstance(leaf, torch.Tensor)]
         for path, ours, theirs in zip(paths, tensors(found), tensors(expected), strict=True):
@@ -217,13 +215,13 @@ class CutStage:
                 raise no_tokens(self.stage, path, theirs.shape)
             if seen is not None and theirs.ndim > 1:
                 ours, theirs = ours[seen], theirs[seen]
-            difference = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30)
-            differences[path, theirs] = difference
-        for (path, theirs), difference in zip(differences, self._largest([*differences.values()]), strict=True):
+            compared.append((path, theirs.shape))
+            differences.append((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30))
+        for (path, shape), difference in zip(compared, self._largest(differences), strict=True):
             if difference <= self._most:
                 continue
-            if theirs.ndim < 2:
-                raise no_tokens(self.stage, path, theirs.shape)
+            if len(shape) < 2:
+                raise no_tokens(self.stage, path, shape)
             raise ConfigError(
                 f"parallel.context.size: {type(self.stage).__name__} computes something else from a part of a "
                 f"sequence: its outputs for the first {tokens} tokens are off by {difference:.2g} of their norm, "

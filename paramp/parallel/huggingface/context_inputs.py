@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -195,10 +195,18 @@ def _untold_window(model: nn.Module, config: Any) -> str | None:
     layers = getattr(config, "layer_types", None) or ("sliding_attention",)
     if getattr(config, "sliding_window", None) is None or "sliding_attention" not in layers:
         return None
-    for name, kind in {name: type(module) for name, module in model.named_modules()}.items():
-        if kind.__name__.endswith("Attention") and "sliding_window=" not in inspect.getsource(kind):
+    names = {type(module): name for name, module in model.named_modules()}  # reading a source takes long: once for each
+    for kind, name in names.items():
+        if kind.__name__.endswith("Attention") and "sliding_window=" not in _source(kind):
             return f"{name!r}, a {kind.__name__}, does not pass its sliding window to attention, expected one that does"
     return None
+
+
+def _source(kind: type) -> str:
+    """The source text of a class; empty if it has none, as in a program without a file."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(kind)
+    return ""
 
 
 def _length_of_rope(model: nn.Module) -> str | None:
