@@ -6,10 +6,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from beside_plain import randn, seeded
+from small_engines import assert_same_tensors, engine_of
 from test_exact_functions import SIZES, Calls, mode_for, of_each_dtype, part_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed.tensor_random import replicated_random, sharded_random
 
@@ -149,3 +152,32 @@ def test_a_module_that_runs_twice_and_is_computed_again_is_refused():
     layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     with pytest.raises(ConfigError, match=r"'0' draws .* activation_checkpointing to 'none'"), mode:
         model(x).sum().backward()
+
+
+class Skippable(nn.Module):
+    """Two blocks with one dropout, the first of which may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        dropout = nn.Dropout(0.5)
+        self.blocks, self.first = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), dropout) for _ in range(2)), 0
+
+    def forward(self, x):
+        for block in self.blocks[self.first :]:
+            x = block(x)
+        return x
+
+
+def test_what_is_computed_again_has_the_masks_of_its_own_forward():
+    """The dropout's first mask in a step is the second block's, where the first one is left out."""
+
+    def trained(how):
+        with paramp.launch_from_torch({"reproducible": True, "activation_checkpointing": how}):
+            engine = engine_of(seeded(Skippable))
+            for first in (0, 1):
+                engine.module.first = first
+                engine.forward_backward(randn(4, 8), randn(4, 8, seed=3))
+                engine.step()
+            return engine.full_state_dict()
+
+    assert_same_tensors(trained("full"), trained("none"))

@@ -10,7 +10,7 @@ from families import SEED, WHOLE, cases, family, number
 from mixtures import FAMILIES
 from pool import on_ranks
 from small_engines import engine_of
-from small_mixture import PLAN, layers
+from small_mixture import NUM_EXPERTS, PLAN, WIDTH, layers, tokens
 from torch import nn
 
 import paramp
@@ -84,6 +84,26 @@ def test_it_trains_as_plain_torch_does(world):
         found = engine.full_state_dict()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():
+    """The gradients are those of plain torch, whose experts leave such rows out."""
+
+    def with_choice_of_none():
+        model = layers()
+        for layer in model:
+            layer.router = nn.Linear(WIDTH, NUM_EXPERTS + 1, bias=False)
+        return model
+
+    x, y, plain = tokens(), torch.zeros(16, WIDTH), with_choice_of_none()
+    nn.functional.mse_loss(plain(x), y).backward()
+    with paramp.launch_from_torch({"reproducible": True}):
+        engine = engine_of(with_choice_of_none(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
+        engine.forward_backward(x, y)
+        engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach() - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def hooked(model):
