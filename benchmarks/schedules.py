@@ -6,7 +6,8 @@
 All schedules train the same GPT on the same tokens in one run. They take turns, one step each, in every round; medians
 are reported. Every stage has the same number of the 8 blocks. The bubble is the fraction of a batch's time in which
 ranks compute nothing (paramp/observe/timeline.py): the idle time of the schedule, and also sending, starting operations
-and waiting for stages with more work. The theoretical bubble is the schedule's alone (paramp/config/schedules.py).
+and waiting for stages with more work. The theoretical bubble is the schedule's alone
+(paramp/config/pipeline_schedules.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common import add_json_option, check_counts, check_json_option, machine, sy
 
 import paramp
 from paramp.config.layout import PipelineConfig
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.distributed.launcher_env import find_place
 from paramp.models import GPT, GPTConfig
 

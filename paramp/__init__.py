@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from .observe.overflow_diagnosis import trace_overflow
     from .observe.overflow_record import record_batch
     from .observe.replica_check import check_replicas
-    from .parallel.batches import whole
     from .parallel.materialize import init_module
+    from .parallel.microbatches import whole
     from .precision.modes import Precision
     from .scaling.grad_norm import clip_grad_norm_
     from .scaling.loss_scaler import DistributedGradScaler
@@ -110,7 +110,7 @@ _HOMES = {
     "scaling.grad_norm": "clip_grad_norm_",
     "scaling.loss_scaler": "DistributedGradScaler",
     "scaling.loss_scaling_options": "LossScaling",
-    "parallel.batches": "whole",
+    "parallel.microbatches": "whole",
     "parallel.materialize": "init_module",
     "precision.modes": "Precision",
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..base import sizes
+from ..base import loop_sizes
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
 from ..base.user_values import user_path
@@ -113,7 +113,7 @@ class OpenCheckpoint:
             return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
-            while data := os.pread(descriptor, sizes.CHECKED_READ, position):
+            while data := os.pread(descriptor, loop_sizes.CHECKED_READ, position):
                 digest.update(data)
                 position += len(data)
         except OSError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..base.errors import ConfigError, nearest, require
-from .schedules import SCHEDULES, Schedule, canonical_name
+from .pipeline_schedules import SCHEDULES, Schedule, canonical_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class PipelineConfig:
     size: int = 1
     """The number of pipeline ranks."""
     schedule: str = "1f1b"
-    """The order of forwards and backwards (:mod:`paramp.config.schedules`): ``gpipe``, ``1f1b``, ``interleaved-1f1b``,
-    ``looped-bfs``, ``interleaved-zero-bubble``, ``zbv`` or ``dualpipev``. torch's names are accepted, too."""
+    """The order of forwards and backwards (:mod:`paramp.config.pipeline_schedules`): ``gpipe``, ``1f1b``,
+    ``interleaved-1f1b``, ``looped-bfs``, ``interleaved-zero-bubble``, ``zbv`` or ``dualpipev``. torch's names are
+    accepted, too."""
     microbatches: int | None = None
     """Microbatches that each rank's batch is split into. None: one for each pipeline rank, or the fewest that the
     schedule allows."""
@@ -74,7 +75,7 @@ class PipelineConfig:
 
     @property
     def row(self) -> Schedule:
-        """The schedule's row in :data:`~paramp.config.schedules.SCHEDULES`."""
+        """The schedule's row in :data:`~paramp.config.pipeline_schedules.SCHEDULES`."""
         return SCHEDULES[self.schedule]
 
     @property

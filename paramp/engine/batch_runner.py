@@ -19,12 +19,12 @@ from ..distributed.numerics_protocol import Numerics
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
 from ..parallel.batch_outputs import loss_in, summed
-from ..parallel.batches import Batch
+from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, moved
+from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
 from .loss_counts import Criterion, Loss, as_count
 from .model_plan import sequence_axis
-from .window import AccumulationWindow, LossTotals, WindowLosses
 
 if TYPE_CHECKING:
     from ..parallel.context_axis.sequence_axis import SequenceAxis
@@ -216,7 +216,7 @@ class BatchRunner:
         totals: LossTotals | None = None,
         seen: Seen | None = None,
     ) -> None:
-        """Run a batch (:mod:`paramp.parallel.batches`); append outputs and targets to ``seen``. Failures are recorded.
+        """Run a batch (:mod:`paramp.parallel.microbatches`); append outputs and targets to ``seen``; record failures.
 
         Args:
             backward: add losses and gradients to the accumulation window.

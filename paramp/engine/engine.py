@@ -1,9 +1,9 @@
 """One training step over every layout: :meth:`Engine.forward_backward`, then :meth:`Engine.step`.
 
 The parts have modules of their own: a batch in microbatches (``batch_runner``), what other loops call
-(``loop_runner``), the accumulation window and its losses (``window``), the step with its decision, result
-and counters (``step``), failures of one rank (``shared_failure``), checkpoints (``state.training_state``), the whole
-model (``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
+(``user_loop_runner``), the accumulation window and its losses (``accumulation_window``), the step with its decision,
+result and counters (``step``), failures of one rank (``shared_failure``), checkpoints (``state.training_state``), the
+whole model (``state.full_state``), and what is reported about training (:mod:`paramp.observe`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.overflow_diagnosis import diagnose_overflow, divergence
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
-from ..parallel.token_counts import token_counts
+from ..parallel.expert_balance import token_counts
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
 from ..scaling.overflow_report import OverflowReport
+from .accumulation_window import AccumulationWindow, WindowLosses
 from .batch_runner import CheckedCriterion, EngineContext, OwnLoss
-from .loop_runner import LoopRunner
 from .loss_counts import Criterion, Loss
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
@@ -40,7 +40,7 @@ from .state.model_tensors import ParamChunks
 from .state.training_state import Stateful, TrainingState
 from .state.weight_averages import WeightAverages
 from .step import OptimizerStep, StepCounters, StepResult
-from .window import AccumulationWindow, WindowLosses
+from .user_loop_runner import LoopRunner
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -131,7 +131,7 @@ class Engine:
 
         Args:
             inputs: of the model: a tensor, a tuple (positional) or a mapping (keywords) of nested tensors, the same on
-                every rank of the model group; split into microbatches along dim 0 (:mod:`paramp.parallel.batches`).
+                every rank of the model group; split along dim 0 (:mod:`paramp.parallel.microbatches`).
             target: any tree of tensors, for the criterion.
             return_loss: False omits the all-reduce that makes the loss equal on every rank. The step's own all-reduce
                 does so anyway: :attr:`StepResult.loss`.

@@ -21,9 +21,9 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..data.dataloader import each_sample_once
 from ..distributed.context import ParallelContext
-from ..parallel.batches import Batch
+from ..parallel.microbatches import Batch
+from .accumulation_window import LossTotals
 from .shared_failure import SharedFailure
-from .window import LossTotals
 
 
 class _SampleTotals:

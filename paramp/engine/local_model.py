@@ -14,15 +14,15 @@ from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
+from ..parallel.expert_balance import token_counts
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.model_families import slices_experts
-from ..parallel.token_counts import token_counts
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
-from ..precision.experts import keep_routers_wide
 from ..precision.float8 import convert
+from ..precision.fp32_routers import keep_routers_wide
 from ..scaling.replica_counts import TiedParameter
 from .model_plan import ModelPlan
 

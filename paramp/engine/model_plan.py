@@ -13,14 +13,14 @@ from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..optim.user_optimizer import check_optimizers, check_same_settings
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
-from ..parallel.batches import Batch
 from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.materialize import InitialValues
+from ..parallel.microbatches import Batch
 from ..parallel.model_checks import check_model, check_stages
 from ..parallel.model_families import UserPlan, adapter_for, is_of_experts, slices_experts
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
-from ..precision.experts import check_grouped_products
 from ..precision.float8_layers import Choice, choose_layers
+from ..precision.fp32_routers import check_grouped_products
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

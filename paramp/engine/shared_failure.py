@@ -26,7 +26,7 @@ from ..base.torch_internals import expect
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.first_failure import SECONDS_OF_GRACE, is_lost_connection
 from ..distributed.rank_progress import SAVE, WAITING
-from ..scaling.decision import HostCopy
+from ..scaling.step_decision import HostCopy
 
 expect("torch.distributed.distributed_c10d")
 

@@ -17,14 +17,14 @@ from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
 from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
-from ..scaling.decision import NUM_SUMS, HostCopy, StepDecision, decide
 from ..scaling.grad_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.step_decision import NUM_SUMS, HostCopy, StepDecision, decide
+from .accumulation_window import AccumulationWindow, WindowLosses
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
 from .state.weight_averages import WeightAverages
 from .step_checks import Presence, warn_of_schedule, warn_of_vanished_gradient
-from .window import AccumulationWindow, WindowLosses
 
 
 class StepResult:

@@ -7,7 +7,7 @@ microchunks that run on all ranks of the axis at once::
     rows of one microchunk, by expert ─► ranks of the experts ─► a call for each (microchunk, expert) ─► back
 
 A token adds up what its experts return in their order. Each microchunk uses the weights through a tap of its own
-(:class:`~paramp.exact.taps.Tap`), so that its gradient takes its place in the tree.
+(:class:`~paramp.exact.gradient_taps.Tap`), so that its gradient takes its place in the tree.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
 from ..parallel.expert_axis import ExpertParallel, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
+from .gradient_taps import Tap
 from .running_modules import Forwards
 from .sliced_styles import parameters_of
 from .slices import aligned
-from .taps import Tap
 
 
 class ExactExperts(ExpertParallel):

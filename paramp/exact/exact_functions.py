@@ -23,8 +23,8 @@ from ..distributed.token_positions import ACTIVE
 from . import attention as products
 from . import covered_functions as names
 from .divided_features import check_broadcast, divided_features
+from .dropout_masks import Masks
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
-from .masks import Masks
 from .running_modules import Forwards
 
 if TYPE_CHECKING:

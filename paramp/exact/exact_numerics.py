@@ -19,24 +19,24 @@ from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
+from ..engine.accumulation_window import AccumulationWindow
 from ..engine.state.model_tensors import ParamChunks
-from ..engine.window import AccumulationWindow
 from ..optim.choose_step import why_not_fused
 from ..optim.flat_gradients import GradientReduction
 from ..optim.gradient_reduction import UnitReduction
-from ..parallel.batches import Batch
+from ..parallel.expert_balance import token_counts
+from ..parallel.microbatches import Batch
 from ..parallel.model_families import ModelAdapter
-from ..parallel.token_counts import token_counts
 from ..pipeline.stage import Stages
+from .dropout_masks import Masks
 from .exact_functions import ExactFunctions
 from .exact_layout import ExactLayout, Position, SequenceSlices
 from .exact_squares import squares_over_world
+from .gradient_taps import Tap
 from .layout_checks import check_buffers, check_modules, check_ties
-from .masks import Masks
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
 from .running_modules import Forwards
-from .taps import Tap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

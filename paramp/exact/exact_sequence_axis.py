@@ -21,11 +21,11 @@ from ..base.errors import ConfigError
 from ..base.uncompiled import unwatched
 from ..distributed.context import Axis, ParallelContext
 from ..distributed.token_positions import ACTIVE
-from ..parallel.batches import Batch
 from ..parallel.context_axis.sequence_axis import SequenceAxis, SequencePlaces, scaled_dot_product_attention
 from ..parallel.context_axis.sequence_layout import SequenceLayout
+from ..parallel.microbatches import Batch
 from . import attention as products
-from .masks import Masks
+from .dropout_masks import Masks
 from .running_modules import Forwards
 from .slices import aligned, fan_out, split
 from .tree_sum import gathered

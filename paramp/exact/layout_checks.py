@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, num_hooks, run_within
-from ..parallel.token_counts import StepCounts
+from ..parallel.expert_balance import StepCounts
 
 
 def check_modules(model: nn.Module) -> None:

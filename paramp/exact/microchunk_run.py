@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
-from ..engine.window import AccumulationWindow, LossTotals
-from ..parallel.batches import Batch
+from ..engine.accumulation_window import AccumulationWindow, LossTotals
+from ..parallel.microbatches import Batch
 from .exact_layout import ExactLayout, Position
 from .microchunk_gradients import MicrochunkGradients
 from .tree_sum import tree_sum

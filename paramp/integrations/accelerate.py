@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.errors import ConfigError, shown
 from ..precision.compute_context import ComputeContext
-from ..precision.experts import keep_routers_wide
+from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling
 from .accelerate_sequences import CutSequences, begin_sequences

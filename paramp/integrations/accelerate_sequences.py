@@ -1,7 +1,7 @@
 """An adopted accelerator with ``ParallelismConfig(cp_size=...)``: paramp's context axis in place of torch's.
 
 Accelerate's loader gives all ranks of a sequence the same batch, and its FSDP2 shards over ``dp_shard`` and ``cp``,
-and averages gradients over both. The model cuts its inputs itself (:mod:`.cut_models`), so that the buffers of
+and averages gradients over both. The model cuts its inputs itself (:mod:`.context_axis_models`), so that the buffers of
 ``maybe_context_parallel`` stay whole.
 """
 
@@ -19,7 +19,7 @@ from ..base.torch_internals import patched
 from ..distributed.context import ParallelContext
 
 if TYPE_CHECKING:
-    from .cut_models import AddedAxis
+    from .context_axis_models import AddedAxis
 
 METHODS = {"allgather": "all-gather", "alltoall": "ring"}
 """How attention exchanges keys and values, by ``cp_comm_strategy``."""
@@ -27,7 +27,7 @@ METHODS = {"allgather": "all-gather", "alltoall": "ring"}
 
 def begin_sequences(accelerator: Any, precision: str) -> None:
     """Give ``accelerator`` what :class:`CutSequences` needs. A collective; ConfigError for what cannot be cut."""
-    from .cut_models import AddedAxis
+    from .context_axis_models import AddedAxis
 
     if accelerator._models:
         raise ConfigError(
@@ -55,7 +55,7 @@ class CutSequences:
 
     def _prepare_cp(self: Any, *args: Any) -> Any:
         """Cut the sequences of models; Accelerate's drops their masks, which torch's attention cannot take."""
-        from .cut_models import cut_sequences
+        from .context_axis_models import cut_sequences
 
         for model in args:
             if isinstance(model, nn.Module) and not getattr(model, "_is_accelerate_prepared", False):

@@ -23,7 +23,7 @@ from ..base.module_surgery import stored_dtype
 from ..distributed.launcher_env import mpi_place
 from ..parallel.materialize import stored_as
 from ..precision.compute_context import ComputeContext, default_dtype, to_compute
-from ..precision.experts import keep_routers_wide
+from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
 from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, device_types

@@ -5,8 +5,9 @@ A router gives each token to a few of the experts, each of them an MLP with a ga
     x (tokens, width) ─► router, in fp32 ─► index, weights (tokens, choices) ─► sum over choices of weight · expert(x)
 
 Two losses, of each layer, are added to the model's in training: that of the balance
-(:mod:`paramp.parallel.token_counts`), and the mean of logsumexp(logits)², which keeps logits small (Zoph et al. 2022).
-Both are outputs of the blocks, so that they have the weight, and their gradients the loss scale, of the microbatch.
+(:mod:`paramp.parallel.expert_balance`), and the mean of logsumexp(logits)², which keeps logits small (Zoph et al.
+2022). Both are outputs of the blocks, so that they have the weight, and their gradients the loss scale, of the
+microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 from ..base.errors import require
 from ..base.uncompiled import uncompiled
-from ..parallel.token_counts import TokenCounts
+from ..parallel.expert_balance import TokenCounts
 from .gpt import GPT, GPTConfig
 from .presets import equal_stages
 from .transformer import Block, Linear

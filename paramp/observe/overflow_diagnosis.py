@@ -16,7 +16,7 @@ from ..base.errors import ConfigError, TrainingDiverged
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
-from .expert_tokens import stacked_parameters
+from .expert_overflow import stacked_parameters
 from .loops_without_engine import OwnModel, agreed_context, checked_scale
 from .overflow_record import RecordedBatch, WindowRecord, record_batch
 from .overflow_trace import Tracer, owner_of

@@ -33,10 +33,10 @@ from ..base.trees import children, map_tensors, tensors
 from ..base.uncompiled import unwatched
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
-from ..parallel.batches import Batch
+from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
-from .expert_tokens import ExpertTokens
+from .expert_overflow import ExpertTokens
 
 if TYPE_CHECKING:
     from ..parallel.context_axis.sequence_axis import SequencePlaces

@@ -29,7 +29,7 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError, shown
 from ..distributed.context import ParallelContext
 from ..distributed.rendezvous import read_all
-from ..parallel.batches import Batch
+from ..parallel.microbatches import Batch
 from .bit_hash import hash_bits
 
 NUM_COMPARED = 3

@@ -112,7 +112,7 @@ class Timeline:
     pipelines: Sequence[Sequence[int]] = ()
     """The ranks of each pipeline, in stage order."""
     theoretical_bubble: float | None = None
-    """As a fraction of the step (:mod:`paramp.config.schedules`); None with too few microbatches."""
+    """As a fraction of the step (:mod:`paramp.config.pipeline_schedules`); None with too few microbatches."""
 
     @property
     def bubble(self) -> float:

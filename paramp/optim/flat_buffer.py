@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from ..base import sizes
+from ..base import loop_sizes
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.long_tensors_cpu import zeros_apart
+from ..base.memory_alignment_cpu import zeros_apart
 from ..base.torch_internals import take
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index
@@ -221,7 +221,7 @@ def in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     first = size = 0
     for index, param in enumerate(params):
         size += param.size
-        if size >= sizes.BUCKET or index == len(params) - 1:
+        if size >= loop_sizes.BUCKET or index == len(params) - 1:
             yield list(params[first : index + 1])
             first, size = index + 1, 0
 

@@ -21,7 +21,7 @@ from typing import Self
 
 import torch
 
-from ..base.long_tensors_cpu import zeros_apart
+from ..base.memory_alignment_cpu import zeros_apart
 from ..base.scratch_memory_cpu import Scratch
 from .masters import Masters, follow, sliced
 

@@ -16,8 +16,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import matches
 from ..config.layout import PipelineConfig
 from .batch_outputs import loss_in
-from .batches import Batch
 from .materialize import InitialValues, check_materializable, is_on_meta
+from .microbatches import Batch
 from .partition import Partition, SequentialPartition, is_sequential, partition_model
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class HuggingFaceAdapter(ModelAdapter):
 
         if self._is_chain:
             return PretrainedPartition(self.model)
-        from .huggingface.called_units import CalledUnitsPartition
+        from .huggingface.encoder_decoder_partition import CalledUnitsPartition
 
         return CalledUnitsPartition(self.model)
 
@@ -242,7 +242,7 @@ class HuggingFaceAdapter(ModelAdapter):
         return without_cache(self.model)
 
     def move_biases(self) -> None:
-        from .huggingface.score_biases import move_biases
+        from .huggingface.router_biases import move_biases
 
         move_biases(self.model)
 

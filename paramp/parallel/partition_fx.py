@@ -27,8 +27,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
+from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
-from .tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 
 MAX_CALLS = 16
 """The number of calls with different inputs whose graphs are cached."""

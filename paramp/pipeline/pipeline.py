@@ -23,8 +23,8 @@ from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..distributed.rng import forked
-from ..parallel.batches import Batch
-from ..parallel.token_counts import counted_alone
+from ..parallel.expert_balance import counted_alone
+from ..parallel.microbatches import Batch
 from .stage import Stage, Stages
 from .stage_output import StageOutput
 from .torch_stage import LinkedStage, RecordedStage, StageSetting

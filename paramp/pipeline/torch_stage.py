@@ -20,7 +20,7 @@ from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..distributed.first_failure import is_lost_connection
 from ..distributed.numerics_protocol import Numerics
-from ..parallel.batches import Batch
+from ..parallel.microbatches import Batch
 from .split_backward import SplitBackward
 from .stage import Stage
 from .stage_output import StageOutput, plain

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.models import MoEGPT
-from paramp.parallel.token_counts import TokenCounts, token_counts
+from paramp.parallel.expert_balance import TokenCounts, token_counts
 
 LR = 8.0
 """So large that a weight's change in one step shows its gradient to the last bits."""

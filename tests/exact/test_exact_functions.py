@@ -12,9 +12,9 @@ from torch import nn
 from paramp.base.errors import ConfigError
 from paramp.base.uncompiled import unwatched
 from paramp.distributed.tensor_random import sharded_random
+from paramp.exact.dropout_masks import Masks
 from paramp.exact.exact_functions import ExactFunctions
 from paramp.exact.exact_layout import ExactLayout, Position
-from paramp.exact.masks import Masks
 from paramp.exact.running_modules import Forwards
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

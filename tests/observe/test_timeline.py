@@ -11,7 +11,7 @@ from small_engines import engine_of, train_step
 from torch import nn
 
 import paramp
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.observe.timeline import RankSpans, Span, Timeline
 
 KINDS = {"forward", "loss", "backward", "backward input", "backward weight", "step"}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
-from paramp.parallel.batches import Batch
+from paramp.parallel.microbatches import Batch
 
 LAYOUTS = {
     "dp4": {"data": 4},

@@ -21,7 +21,7 @@ from matrix import LAYOUTS, MODES, SCHEDULE_MODES
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("train_gpu_cells.py")

@@ -12,7 +12,7 @@ from commands import COLD, PYTHON, ROOT, run, succeeded
 from families import SEED, WHOLE, family, long
 from pool import on_ranks
 
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.models import ViT
 from paramp.precision.modes import PRESETS
 

@@ -27,7 +27,7 @@ from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS
 from paramp.config.files import load
 from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.config.schema import Config, flatten
 from paramp.models import GPT, GPTConfig
 from paramp.precision import modes

@@ -14,8 +14,8 @@ from pool import on_ranks, run_on_ranks
 from torch import nn
 
 import paramp
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.config.reproducible import MODES
-from paramp.config.schedules import SCHEDULES
 
 SKIPPED = {"16-mixed": 3, "16-naive": 3}
 """The least steps of the GPT that overflow."""

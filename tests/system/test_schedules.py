@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from traceable import awkward_model
 
 import paramp
-from paramp.config.schedules import SCHEDULES
+from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.models import GPT
 
 

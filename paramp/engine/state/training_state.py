@@ -33,8 +33,8 @@ from ...distributed.rank_progress import SAVE
 from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler
+from ..accumulation_window import AccumulationWindow
 from ..step import OptimizerStep
-from ..window import AccumulationWindow
 from .model_tensors import ModelTensors, ParamChunks
 from .optimizer_state import OptimizerState
 from .random_streams import RandomStreams, saved_layout

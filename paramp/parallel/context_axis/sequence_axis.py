@@ -25,7 +25,7 @@ from ...base.uncompiled import uncompiled
 from ...distributed.context import Axis
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in, with_loss
-from ..batches import Batch
+from ..microbatches import Batch
 from .context_attention import attention, default_method
 from .sequence_layout import SequenceLayout
 from .visible_keys import Documents

@@ -23,7 +23,7 @@ from ...distributed.context import ParallelContext
 from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in
-from ..batches import Batch
+from ..microbatches import Batch
 from .sequence_axis import SequenceAxis, length_of
 from .trial_weights import varied
 

@@ -16,9 +16,9 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import summed
-from ..batches import Batch
+from ..microbatches import Batch
 from .router_loss import RouterLoss
-from .shown_tokens import MASK, masked_by
+from .unpadded_tokens import MASK, masked_by
 
 IGNORED = -100
 """The label of a token without a loss, in transformers."""

@@ -3,7 +3,7 @@
 With ``output_router_logits`` in its configuration, a model adds ``router_aux_loss_coef`` · E · Σ f_i P_i to its loss
 (Fedus et al. 2022): f_i is how often expert i is among the most probable of a token, P_i its mean probability, over the
 tokens of all layers that the attention mask shows. transformers takes both from one forward. Here they are of the step
-so far, on all data ranks, as those of :mod:`paramp.parallel.token_counts`::
+so far, on all data ranks, as those of :mod:`paramp.parallel.expert_balance`::
 
     each stage       sums of its routers, added to those of the stages before    Σ p (fp64), counts and tokens (int64)
     last stage       K · E · Σ counts_i (Σ p)_i / tokens²                        in place of transformers' loss
@@ -29,9 +29,9 @@ from torch.autograd.function import once_differentiable
 
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
+from ..expert_balance import DROPPED, StepCounts, num_chosen
 from ..stacked_experts import num_experts
-from ..token_counts import DROPPED, StepCounts, num_chosen
-from .shown_tokens import shown
+from .unpadded_tokens import shown
 
 FUNCTION = "load_balancing_loss_func"
 """What the forwards of transformers call for this loss, of the file of their model."""
@@ -123,7 +123,7 @@ def sums_of(
     Args:
         logits: of each router, (tokens, experts).
         num_choices: how many experts a token has.
-        mask: the model's, of which :func:`.shown_tokens.shown` says which tokens count.
+        mask: the model's, of which :func:`.unpadded_tokens.shown` says which tokens count.
     """
     probabilities, numbers = before
     for layer in logits:

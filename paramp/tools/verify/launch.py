@@ -30,7 +30,7 @@ from ...distributed.local_launcher import start_processes
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...engine.loss_counts import Criterion
-from ...parallel.batches import Batch
+from ...parallel.microbatches import Batch
 from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
 from .compare import NUM_PERTURBED, compare, rounding
 from .options import EXACT, NORMS, Options, adapts, configure

@@ -20,8 +20,8 @@ from torch import nn
 from ...base.errors import ConfigError, nearest
 from ...base.torch_internals import expect
 from ...base.user_values import user_path
-from ...parallel.batches import Batch
 from ...parallel.huggingface.model_output import main_output
+from ...parallel.microbatches import Batch
 from .options import Options, check_target
 
 if TYPE_CHECKING:

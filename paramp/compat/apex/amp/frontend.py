@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ....base.errors import ConfigError
-from ....precision.experts import keep_routers_wide
+from ....precision.fp32_routers import keep_routers_wide
 from ....precision.modes import Precision
 from ....scaling.loss_scaling_options import LossScaling
 from ...foreign_names import AMP_TYPE, OPT_LEVELS, Properties, apex_properties

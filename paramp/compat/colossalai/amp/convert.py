@@ -30,7 +30,7 @@ from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint
 from ....parallel.tensor.sharded_loss import vocab_parallel_loss
 from ....pipeline.stage import Stage
 from ....precision.compute_context import ComputeContext
-from ....precision.experts import keep_routers_wide
+from ....precision.fp32_routers import keep_routers_wide
 from ....precision.modes import Precision
 from ...foreign_names import AMP_TYPE
 from .optimizer import AmpOptimizer

@@ -11,9 +11,9 @@ from small_engines import engine_of, own_part, save
 
 import paramp
 from paramp.base.module_surgery import SCORE_BIAS as BIAS
-from paramp.parallel.huggingface.shown_tokens import shown
+from paramp.parallel.expert_balance import token_counts
+from paramp.parallel.huggingface.unpadded_tokens import shown
 from paramp.parallel.model_families import HuggingFaceAdapter
-from paramp.parallel.token_counts import token_counts
 
 RATE = 0.25
 """A power of two, so that sums of it are exact."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paramp
 from paramp.models import MoEGPT
-from paramp.parallel.token_counts import TokenCounts, token_counts
+from paramp.parallel.expert_balance import TokenCounts, token_counts
 
 LR = 8.0
 """So large that a weight's change shows its gradient to the last bits."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paramp.scaling.decision import decide
+from paramp.scaling.step_decision import decide
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """How much a loop over memory or over a file takes at a time: every such size, so that one place tells and sets them.
 
-Read them when they are used, as ``sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on them.
-What defines an arithmetic, such as the rows of the norm, is with its code.
+Read them when they are used, as ``loop_sizes.STEP_BLOCK``. They bound memory and make loops fast; no result depends on
+them. What defines an arithmetic, such as the rows of the norm, is with its code.
 """
 
 STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}
@@ -27,7 +27,7 @@ ranks. It also limits the memory that exists twice while parameters are copied i
 KEPT = 2**19
 """Elements of a temporary of a loop; longer ones are not kept for the next use (``paramp.base.scratch_memory_cpu``)."""
 APART = 2**18
-"""Bytes from which tensors begin apart (:mod:`paramp.base.long_tensors_cpu`)."""
+"""Bytes from which tensors begin apart (:mod:`paramp.base.memory_alignment_cpu`)."""
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 

@@ -24,11 +24,11 @@ from ..distributed.numerics_protocol import Numerics
 from ..distributed.rng import random_states
 from ..observe.overflow_record import RecordedBatch, WindowRecord
 from ..optim.flat_gradients import FlatGradients
-from ..parallel.batches import Batch
-from ..parallel.token_counts import StepCounts
+from ..parallel.expert_balance import StepCounts
+from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
-from ..scaling.decision import mixes_kinds
 from ..scaling.loss_scaler import DistributedGradScaler
+from ..scaling.step_decision import mixes_kinds
 from . import user_backward
 from .loss_counts import CountUnit, Loss
 from .shared_failure import SAME_KIND, SharedFailure

@@ -1,7 +1,7 @@
 """What an engine runs beside :meth:`Engine.forward_backward`: the user's own loop, evaluations, a batch once more.
 
 :meth:`Engine.count_tokens` runs the batches of a step forward before they are trained on, for modules whose gradients
-need a sum over all of them (:mod:`paramp.parallel.token_counts`).
+need a sum over all of them (:mod:`paramp.parallel.expert_balance`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..distributed.rank_progress import BATCH
 from ..observe.overflow_record import RecordedBatch
 from ..observe.overflow_trace import Tracer
 from ..parallel.batch_outputs import broadcast_tree, join
-from ..parallel.batches import Batch
-from ..parallel.token_counts import EACH_ONCE, announcing
+from ..parallel.expert_balance import EACH_ONCE, announcing
+from ..parallel.microbatches import Batch
+from .accumulation_window import LossTotals
 from .batch_runner import BatchRunner, Seen, no_loss
 from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
 from .loss_counts import Loss
 from .shared_failure import SharedFailure
-from .window import LossTotals
 
 IN_A_STEP = (
     "count_tokens: got a call after a batch of this step, expected one before the first; if that batch failed, call "

@@ -2,7 +2,7 @@
 
 DeepSeek-V3, GLM-4 MoE, dots1 and others add ``e_score_correction_bias`` to the scores by which experts are chosen, and
 transformers never changes it. With ``bias_rate`` in the model's configuration it moves as the biases of
-:class:`~paramp.parallel.token_counts.TokenCounts` do.
+:class:`~paramp.parallel.expert_balance.TokenCounts` do.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import SCORE_BIAS, is_router
 from ...base.trees import tensors
 from ...base.uncompiled import uncompiled
-from ..token_counts import TokenCounts
-from .shown_tokens import shown_in_forward
+from ..expert_balance import TokenCounts
+from .unpadded_tokens import shown_in_forward
 
 RATE = "bias_rate"
 """The key of the model's configuration."""
