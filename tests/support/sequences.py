@@ -340,7 +340,8 @@ def shrink(case: Case, failure: str, fails: Callable[[Case], str | None] = run) 
         if time.monotonic() > deadline or all(case.get(key) == value for key, value in changes.items()):
             return
         found = fails(case | changes)
-        if found is not None and ("ConfigError" in found) == ("ConfigError" in failure):  # the exact mode has no 64-true
+        # the exact mode has no 64-true
+        if found is not None and ("ConfigError" in found) == ("ConfigError" in failure):
             case, failure = case | changes, found
 
     def leave_out(*sizes: int) -> None:
