@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -45,9 +46,9 @@ def moved(bias, counts):
     return (bias + RATE * (counts.double().mean() - counts).sign()).tolist()
 
 
-def check_step(num_calls=1, counted=False, **config):
+def check_step(num_calls=1, counted=False, length=12, **config):
     """One step moves the bias by the tokens of all calls on all ranks, each once; also after they were ``counted``."""
-    tokens, frozen = batch(8), functools.partial(torch.optim.SGD, lr=0.0)
+    tokens, frozen = batch(8, length), functools.partial(torch.optim.SGD, lr=0.0)
     with paramp.launch_from_torch({"gradient_accumulation": num_calls, **config}) as context:
         engine = engine_of(biased(), None, frozen)
         before = engine.full_state_dict()
@@ -119,11 +120,11 @@ def nearly_even():
     return model
 
 
-def padded(length=12):
+def padded(length=12, padding=PADDING):
     """A batch that is padded on the right, and its sequences without the padding."""
     lengths = torch.tensor([length, 7, 4, 9, 5, 3, length - 1, 6])
     mask = torch.arange(length) < lengths[:, None]
-    tokens = batch(8, length).where(mask, PADDING)
+    tokens = batch(8, length).where(mask, padding)
     labels = tokens.masked_fill(~mask, -100)
     sequences = [row[None, :size] for row, size in zip(tokens, lengths, strict=True)]
     return {"input_ids": tokens, "attention_mask": mask.long(), "labels": labels}, sequences
@@ -184,8 +185,9 @@ def test_nor_does_that_of_another_rank(world):
 
 @on_ranks(2)
 def test_nor_does_what_the_context_axis_adds_to_sequences(world):
-    """Ten tokens become twelve."""
+    """Ten tokens become twelve; with a mask of padding and without one."""
     check_padded(length=10, parallel={"context": 2})
+    check_step(length=10, parallel={"context": 2})
 
 
 @on_ranks(2)
@@ -199,6 +201,62 @@ def test_nor_does_it_in_stages_that_run_the_whole_forward(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HuggingFaceAdapter, "_is_chain", False)
         check_padded(parallel={"pipeline": 2})
+
+
+def with_adapters(rate):
+    """Of attention and of the router."""
+    peft, model = pytest.importorskip("peft"), nearly_even()
+    model.config.bias_rate = rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft uses what transformers deprecates
+        options = peft.LoraConfig(r=4, target_modules=["o_proj"], target_parameters=["mlp.gate.weight"])
+        model = peft.get_peft_model(model, options)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # one half is zero at the start
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def trained_alone(whole, sequences, lr):
+    """By a plain loop whose bias is moved by hand: after each of two steps the bias, and the adapters."""
+    model, chosen = with_adapters(0.0), []
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr)
+    router = next(one for one in model.modules() if BIAS in one._buffers)
+    router.register_forward_hook(
+        lambda _, args, output: chosen.append(torch.bincount(output[2].flatten(), minlength=4))
+    )
+    bias = router.get_buffer(BIAS)
+    for _ in range(2):
+        for one in sequences:
+            model(input_ids=one)
+        optimizer.zero_grad()
+        model(**whole).loss.backward()
+        optimizer.step()
+        *counts, with_padding = chosen
+        chosen.clear()
+        assert moved(bias, sum(counts)) != moved(bias, with_padding)
+        bias.copy_(torch.tensor(moved(bias, sum(counts))))
+        trained = {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+        yield bias.tolist(), trained
+
+
+@on_ranks(2)
+def test_nor_does_it_beside_adapters_which_train_as_in_one_process(world):
+    """Experts of the second step are chosen by the bias and by the router that the first has moved."""
+    (whole, sequences), lr = padded(padding=60), 0.5
+    expected = [*trained_alone(whole, sequences, lr)]
+    for parallel in ({"expert": 2}, {"data": {"shard": 2}, "expert": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            engine = engine_of(with_adapters(RATE), None, functools.partial(torch.optim.SGD, lr=lr))
+            part = dict(zip(whole, own_part(context, *whole.values()), strict=True))
+            for bias, trained in expected:
+                engine.forward_backward(part)
+                assert engine.step().stepped
+                state = engine.full_state_dict()
+                assert [value.tolist() for name, value in state.items() if name.endswith(BIAS)] == [bias]
+                for name, value in trained.items():
+                    torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_mask_that_does_not_say_which_tokens_are_padding_is_an_error():
