@@ -321,6 +321,12 @@ def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
     assert torch.equal(model.up.weight, loaded["up.weight"].half())
 
 
+def test_an_eps_that_rounds_to_nothing_is_warned_of():
+    model = build().half()
+    with pytest.warns(UserWarning, match="eps 1e-08 is below"):
+        TrainerPrecision("16-true").connect(model, [torch.optim.Adam(model.parameters())], [])
+
+
 def test_copies_of_a_plugin_keep_its_group_and_a_scale_of_lightnings_plugin_is_taken_over():
     group = mock.Mock(spec=dist.ProcessGroup)
     plugin = TrainerPrecision(NAIVE, emulate_fp16=True, group=group)
