@@ -116,8 +116,7 @@ class CheckedCriterion:
         if self._criterion is None and isinstance(loss, torch.Tensor):
             found, sequences = self._own_loss(output, batch), self.compute.sequences
             if isinstance(found, tuple):
-                count = found[1] if sequences is None else sequences.summed(found[1]).double() / sequences.size
-                self._found = ref(loss), count
+                self._found = ref(loss), found[1] if sequences is None else sequences.summed(found[1])
 
     def counted(self, loss: Any) -> Any:
         """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""

@@ -26,7 +26,7 @@ from ..parallel.microbatches import Batch
 from .accumulation_window import LossTotals
 from .batch_runner import BatchRunner, Seen, no_loss
 from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
-from .loss_counts import Loss
+from .loss_counts import Loss, as_count
 from .shared_failure import SharedFailure
 
 IN_A_STEP = (
@@ -73,7 +73,7 @@ class LoopRunner(BatchRunner):
 
     def run_backward(self, loss: Loss) -> None:
         """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
-        window, loss = self._window, self.criterion.counted(loss)
+        window, loss = self._window, self._of_rank(self.criterion.counted(loss))
         self._numerics.check_own_forward()
         window.begin_batch(is_known=False)
         window.begin_backward(None)
@@ -84,6 +84,18 @@ class LoopRunner(BatchRunner):
             with window.foreign.ours(), self._stages.resetting():
                 value.backward()
         window.end_backward()
+
+    def _of_rank(self, loss: Any) -> Any:
+        """A ``loss`` of a joined output, as (sum, count), with what this rank adds to the sum and the count.
+
+        Each rank of the context axis has the loss of whole sequences. Without a criterion, ``forward_backward`` adds
+        losses and counts of the ranks' own tokens to the same window.
+        """
+        sequences = self._compute.sequences
+        if sequences is None or self.criterion.is_given or not isinstance(loss, (tuple, list)):
+            return loss
+        total, count = loss[0], as_count(loss[1])
+        return total / sequences.size, count / sequences.size if isinstance(count, torch.Tensor) else count
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:

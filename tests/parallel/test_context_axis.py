@@ -351,6 +351,36 @@ def test_a_loss_of_whole_outputs_has_the_gradients_of_one_process(world, kind, i
         assert_gradients(engine, (batch,), expected, 1e-6, run)
 
 
+@pytest.mark.parametrize("is_mean", [True, False])
+@on_ranks(2)
+def test_a_window_of_batches_and_losses_of_outputs_is_one_mean(world, is_mean):
+    """The two batches have different numbers of labels."""
+    torch.manual_seed(0)
+    given, model = list(itertools.islice(batches("padded"), 2)), wide("Llama") if is_mean else OwnModel().double()
+    given[1]["labels"][:, 10:] = -100
+    total, count = 0.0, 0
+    for one in given:
+        if is_mean:
+            counted = (one["labels"][:, 1:] != -100).sum()
+            pair = model(**one).loss * counted, counted
+        else:
+            one |= {"tokens": one.pop("input_ids"), "seen": one.pop("attention_mask").bool()}
+            model.mask = torch.empty(0, dtype=torch.bool)
+            pair = model(**one)["loss"]
+        total, count = total + pair[0], count + pair[1]
+    expected = gradients_of(model, total, count)
+    config = {"parallel": {"context": 2}, "precision": "64-true", "gradient_accumulation": 2}
+    with paramp.launch_from_torch(config):
+        engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=16.0))
+
+        def run():
+            engine.forward_backward(given[0])
+            assert not engine.step().stepped
+            engine.backward(engine(**given[1])["loss"])
+
+        assert_gradients(engine, (), expected, 1e-6, run)
+
+
 LABELLED = {
     "BertForMaskedLM": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
     "LlamaForTokenClassification": {"num_labels": 100, "classifier_dropout": 0},
@@ -661,6 +691,44 @@ def test_weights_that_are_zero_hide_nothing(world, case, mode):
             engine.forward_backward(tokens, tokens)
         assert bits(engine) == before
         assert [one._version for one in engine.module.parameters()] == counters
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "bf16-mixed"])
+@on_ranks(2)
+def test_rounding_under_autocast_hides_no_small_difference(world, mode):
+    """Of positions that are a fiftieth of the tokens' values."""
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": mode}):
+        tokens = torch.randint(0, 100, (2, LENGTH))
+        with pytest.raises(paramp.ConfigError, match="mixes tokens other than by attention"):
+            engine_of(Hidden(torch.arange, table=0.02), summed_loss).forward_backward(tokens, tokens)
+        engine_of(Hidden(token_positions, table=0.02), summed_loss).forward_backward(tokens, tokens)
+
+
+class Conditioned(nn.Module):
+    """Takes a mask as attention does, (batch, 1, 1, tokens), and features of each sample."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        self.tokens, self.condition = nn.Embedding(100, 16), nn.Linear(num_features, 16)
+
+    def forward(self, tokens, mask, condition):
+        x = self.tokens(tokens) + self.condition(condition).view(-1, 1, 16)
+        x = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+@on_ranks(2)
+def test_masks_of_four_dims_are_cut_and_features_of_samples_are_not(world):
+    mask = torch.rand(2, 1, 1, LENGTH) < 0.8
+    tokens, condition = torch.randint(0, 100, (2, LENGTH)), torch.randn(2, LENGTH, dtype=torch.float64)
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
+        model = Conditioned(LENGTH).double()
+        expected = model(tokens, mask, condition)
+        found = engine_of(copy.deepcopy(model), summed_loss)(tokens, mask, condition[:, None])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        with pytest.raises(RuntimeError) as caught:
+            engine_of(model, summed_loss)(tokens, mask, condition)
+        assert "that part of inputs[0][0], inputs[0][1], inputs[0][2]. An input" in caught.value.__notes__[0]
 
 
 def bits(engine):

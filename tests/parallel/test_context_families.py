@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cut_batches import cut_batches
 from families import cases, family
 from pool import on_ranks
@@ -228,3 +229,53 @@ def test_batches_that_would_train_otherwise_are_errors(world):
             engine_of(build("OPT"), None).forward_backward(next(batches("OPT", "packed")))
         with pytest.raises(paramp.ConfigError, match="counts their places itself"):
             engine_of(build("OPT"), None).forward_backward(next(batches("Llama", "padded")))
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@on_ranks(2)
+def test_a_later_batch_of_another_kind_is_tried_too(world, kind):
+    """Of OPT, which counts positions without padding, and attends from one document to another."""
+    plain, later = next(batches("Llama", "plain")), next(batches("OPT", "packed"))
+    plain["position_ids"] = torch.arange(plain["input_ids"].shape[1]).repeat(4, 1)
+    if kind == "padded":
+        mask = torch.ones(4, 64, dtype=torch.long)
+        mask[1, :40] = 0  # in the first tokens there is nothing else
+        later = {name: F.pad(plain[name], (64 - plain[name].shape[1], 0)) for name in ("input_ids", "labels")}
+        later |= {"attention_mask": mask}
+        plain = {**later, "attention_mask": torch.ones_like(mask)}
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(build("OPT"), None)
+        for _ in range(2):
+            engine.forward_backward(plain)
+            engine.step()
+            engine.zero_grad()
+        with pytest.raises(paramp.ConfigError, match="computes something else from a part of a sequence"):
+            engine.forward_backward(later)
+
+
+@on_ranks(4)
+def test_data_ranks_whose_weights_are_sharded_try_a_kind_of_batch_together(world):
+    """When the samples of only one of them have padding."""
+    plain, padded = next(batches("Llama", "plain")), next(batches("Llama", "padded"))
+    plain["attention_mask"] = torch.ones_like(padded["attention_mask"])
+    found = []
+    for batch in (plain, padded):
+        model = build("Llama")
+        found += [model(**batch).loss.item()]
+    with paramp.launch_from_torch({"parallel": {"context": 2, "data": {"shard": 2}}}) as context:
+        engine, losses = engine_of(build("Llama"), None), []
+        for batch in (plain, padded):
+            own = {name: value.chunk(2)[context.dp.rank] for name, value in batch.items()}
+            losses += [float(engine.forward_backward(own))]
+            engine.zero_grad()
+        assert losses == pytest.approx(found, rel=1e-5)
+
+
+@on_ranks(2)
+def test_a_mask_of_three_dims_is_refused(world):
+    batch = next(batches("Llama", "plain"))
+    length = batch["input_ids"].shape[1]
+    batch["attention_mask"] = torch.ones(4, length, length, dtype=torch.long)
+    refused = pytest.raises(paramp.ConfigError, match=r"'attention_mask'.*expected \(batch, tokens\)")
+    with paramp.launch_from_torch({"parallel": {"context": 2}}), refused:
+        engine_of(build("Llama"), None).forward_backward(batch)

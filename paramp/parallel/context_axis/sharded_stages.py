@@ -1,13 +1,14 @@
 """Stages whose inputs are whole sequences, and that compute this rank's tokens of them.
 
-What a stage computes for a token may depend on others through attention alone. So the first batch is tried before it
-runs: the stage computes the first tokens whole and cut, without gradients, and an output that differs is an error.
+What a stage computes for a token may depend on others through attention alone. So the first batch of a kind is tried
+before it runs: the stage computes the first tokens whole and cut, without gradients, and an output that differs is an
+error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -19,6 +20,7 @@ from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
 from ...base.module_surgery import BATCH_NORMS, with_forward
 from ...base.trees import leaves, map_leaves, tensors
+from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext
 from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
@@ -47,7 +49,7 @@ OwnLoss: TypeAlias = Callable[[Any, Batch], Any]
 
 
 class SequenceInputs:
-    """Which inputs of a model are cut, and where: tensors with the batch's tokens in dim 1."""
+    """Which inputs of a model are cut, and where: tensors with the batch's tokens in dim 1, and masks of padding."""
 
     def check(self, model: nn.Module, num_stages: int) -> None:
         """Raise a ConfigError for a layer that mixes tokens without an exchange, or stages whose inputs cannot be cut;
@@ -63,6 +65,10 @@ class SequenceInputs:
     def whole(self) -> Iterator[None]:
         """A context in which the model's attention is that of one process."""
         yield
+
+    def content(self, kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+        """What batches with inputs of the same names may differ in, so that each of these kinds is tried."""
+        return ()
 
     def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword inputs of the trial: ``some`` has the first tokens of those of ``whole``."""
@@ -95,8 +101,8 @@ class SequenceInputs:
             )
 
         def part(_: str, leaf: Any) -> Any:
-            has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
-            return axis.cut(leaf, 1) if has_tokens else leaf
+            dim = dim_of_tokens(leaf, length)
+            return leaf if dim is None else axis.cut(leaf, dim)
 
         return cast(tuple[Any, dict[str, Any]], map_leaves(part, (args, dict(kwargs)), "inputs"))
 
@@ -137,7 +143,8 @@ class CutStage:
     context: ParallelContext
     is_first: bool
     own_loss: OwnLoss = lambda output, _: loss_in(output)
-    is_tried: bool = field(default=False, init=False)
+    _tried: set[Any] = field(default_factory=set, init=False)
+    """The kinds of batches that have been tried."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage computes for this rank's tokens."""
@@ -147,14 +154,32 @@ class CutStage:
         else:
             length = _length_behind(_num_tokens(args) * self.axis.size, kwargs, self.axis)
             own_args, own_kwargs = args, self.inputs.cut((), kwargs, length, self.axis)[1]
-        if not self.is_tried and ACTIVE:
+        if ACTIVE and self._is_new_kind(args, kwargs):
             self._try(args, kwargs, length)
-            self.is_tried = True
         return self.compute(*own_args, **own_kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage returns for inputs that are cut, or, in the trial, whole."""
         return self.stage.forward(*args, **kwargs)
+
+    def _is_new_kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether no such batch has been tried: of the same inputs, with or without padding, and so on."""
+        found = list(leaves((args, dict(kwargs)), "inputs"))
+        inputs = [(path, one.dtype, one.ndim) for path, one in found if isinstance(one, torch.Tensor)]
+        content = self.inputs.content(kwargs)
+        kind = (*inputs, *((path, one) for path, one in found if isinstance(one, (bool, str))), content)
+        is_new = kind not in self._tried
+        self._tried.add(kind)
+        if content and self._meets_data_ranks:
+            found_new = torch.tensor(float(is_new), device=self.context.device)
+            dist.all_reduce(found_new, dist.ReduceOp.MAX, self.context.dp.group)
+            is_new = bool(found_new)
+        return is_new
+
+    @property
+    def _meets_data_ranks(self) -> bool:
+        """Whether a forward exchanges something with other data ranks, which then try together."""
+        return any(map(is_unit, self.stage.modules())) or self.context.config.parallel.expert > 1
 
     @torch.no_grad()
     def _try(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> None:
@@ -164,19 +189,27 @@ class CutStage:
             args = axis.joined_tokens(args, length)
 
         def first(_: str, leaf: Any) -> Any:
-            has_tokens = isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[1] == length
-            return leaf.narrow(1, 0, tokens).contiguous() if has_tokens else leaf
+            dim = dim_of_tokens(leaf, length)
+            return leaf if dim is None else leaf.narrow(dim, 0, tokens).contiguous()
 
         args, some = map_leaves(first, (args, dict(kwargs)), "inputs")
         kwargs = self.inputs.tried(some, kwargs)
+        if is_wide := self._is_wide:
+            args, kwargs = map_leaves(_widened, (args, dict(kwargs)), "inputs")
         training = [module for module in self.stage.modules() if module.training]
         for module in training:
             module.training = False
         try:
             # A run that goes on from a checkpoint tries once more, and draws the same numbers.
-            with axis.trial(), varied(self.stage), forked(self.context.device):
+            device = self.context.device
+            wide = torch.autocast(device.type, enabled=False) if is_wide else nullcontext()
+            with axis.trial(), varied(self.stage), forked(device), wide:
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
-                output = self.compute(*some_args, **some_kwargs)
+                try:
+                    output = self.compute(*some_args, **some_kwargs)
+                except Exception as error:
+                    error.add_note(self._note_on(args, kwargs, tokens))
+                    raise
                 found = axis.joined_tokens(output, tokens)
                 loss = self._own_loss(output, some_args, some_kwargs)
                 with axis.paused():
@@ -193,6 +226,15 @@ class CutStage:
             # Labels of padding may count; where gradients are summed, a loss is of whole rows, but not in a trial.
             if axis.num_averaged > 1 and (seen is None or bool(seen.all())):
                 self._compare_losses(axis.summed(loss), whole_loss, tokens)
+
+    def _note_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> str:
+        found = leaves((args, dict(kwargs)), "inputs")
+        names = ", ".join(path for path, leaf in found if dim_of_tokens(leaf, tokens) is not None)
+        return (
+            f"parallel.context.size: {type(self.stage).__name__} computed a part of the first {tokens} tokens, with "
+            f"that part of {names}. An input that has as many elements in dim 1, but no tokens, is not cut as (batch, "
+            "1, features)"
+        )
 
     def _own_loss(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The sum and the count of the model's own loss, or a mean and 1, float64; nan and 1 if it has none."""
@@ -253,9 +295,31 @@ class CutStage:
         return largest.tolist()
 
     @property
+    def _is_wide(self) -> bool:
+        """Whether the trial computes in fp32 what a batch computes under autocast. FSDP2 may gather half weights."""
+        is_cast = torch.is_autocast_enabled(self.context.device.type)
+        return is_cast and self.context.config.precision.float8 is None and not any(map(is_unit, self.stage.modules()))
+
+    @property
     def _most(self) -> float:
         precision = self.context.config.precision
-        return LARGEST_DIFFERENCE[precision.compute] if precision.float8 is None else LARGEST_OF_FLOAT8
+        if precision.float8 is not None:
+            return LARGEST_OF_FLOAT8
+        return LARGEST_DIFFERENCE[torch.float32 if self._is_wide else precision.compute]
+
+
+def dim_of_tokens(leaf: Any, length: int) -> int | None:
+    """The dim of the ``length`` tokens: 1, or 3 in a mask of dims (batch, 1, 1, tokens); None: there is none."""
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2:
+        return None
+    if leaf.shape[1] == length:
+        return 1
+    return 3 if leaf.shape[1:] == (1, 1, length) else None
+
+
+def _widened(_: str, leaf: Any) -> Any:
+    is_half = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if is_half else leaf
 
 
 def no_tokens(stage: nn.Module, path: str, shape: torch.Size) -> ConfigError:

@@ -85,10 +85,24 @@ class PretrainedInputs(SequenceInputs):
         finally:
             self._model.set_attn_implementation(NAME)
 
+    def content(self, kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+        mask = self.seen(kwargs)
+        if mask is not None:  # padding, also before the first token, and packed documents that the mask counts
+            found = [~mask.all(), ~mask[:, 0].all(), (kwargs["attention_mask"] > 1).any()]
+        elif (documents := _documents(kwargs)) is not None:
+            found = [documents.diff(dim=1).any()]
+        else:
+            return ()
+        return tuple(torch.stack(found).tolist())
+
     def tried(self, some: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
         some = {name: value for name, value in some.items() if name not in LIMITS}
         if ROUTERS in self._parameters:  # of whose logits there is a row for each token of all samples
             some[ROUTERS] = False
+        if self.seen(whole) is not None:  # whose first tokens may all be padding, or none of them
+            mask, tokens = whole["attention_mask"], some["attention_mask"].shape[1]
+            places = torch.linspace(0, mask.shape[1] - 1, tokens, device=mask.device).round().long()
+            some["attention_mask"] = mask[:, places]
         documents = None if whole.get("attention_mask") is not None else _documents(whole)
         if documents is None or not bool(documents.diff(dim=1).any()):
             return some
@@ -182,6 +196,12 @@ class PretrainedInputs(SequenceInputs):
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             return value
         dim = value.ndim - 1 if name in POSITIONS else 1
+        if name == "attention_mask" and value.ndim != 2:
+            raise ConfigError(
+                f"inputs['attention_mask']: got shape {tuple(value.shape)}, expected (batch, tokens), because "
+                "parallel.context cuts sequences, and which keys a query sees is then said by places and documents; "
+                "set the size to 1"
+            )
         if value.ndim < 2 or value.ndim > 3 or value.shape[dim] != length:
             raise ConfigError(
                 f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected {length} tokens in dim {dim}, and 2 or 3 "
