@@ -27,7 +27,7 @@ from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward
 from ..parallel.expert_axis import ExpertParallel, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
 from .gradient_taps import Tap
-from .running_modules import Forwards
+from .running_forwards import Forwards
 from .sliced_styles import parameters_of
 from .slices import aligned
 

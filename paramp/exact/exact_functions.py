@@ -25,7 +25,7 @@ from . import covered_functions as names
 from .divided_features import check_broadcast, divided_features
 from .dropout_masks import Masks
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
-from .running_modules import Forwards
+from .running_forwards import Forwards
 
 if TYPE_CHECKING:
     from .exact_sequence_axis import ExactSequenceAxis

@@ -36,7 +36,7 @@ from .gradient_taps import Tap
 from .layout_checks import check_buffers, check_modules, check_ties
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
-from .running_modules import Forwards
+from .running_forwards import Forwards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

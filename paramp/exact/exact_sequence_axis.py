@@ -26,7 +26,7 @@ from ..parallel.context_axis.sequence_layout import SequenceLayout
 from ..parallel.microbatches import Batch
 from . import attention as products
 from .dropout_masks import Masks
-from .running_modules import Forwards
+from .running_forwards import Forwards
 from .slices import aligned, fan_out, split
 from .tree_sum import gathered
 

@@ -12,7 +12,7 @@ from ..base.module_surgery import PassThrough
 from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence, WholeSequence
 from .exact_experts import ExactExperts
-from .running_modules import Forwards
+from .running_forwards import Forwards
 from .sliced_styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
 
 

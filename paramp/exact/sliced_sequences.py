@@ -6,7 +6,7 @@ of all ranks of the context axis, before they are rounded to the dtype of the we
 
 A mixture is the module that has the experts, with its router and what else is in it. Its whole forward computes one
 slice at a time, because it chooses experts and sums over tokens in code of its own. Each module in it uses its
-parameters through an alias for the slice that runs (:class:`~paramp.exact.running_modules.MixtureSlices`).
+parameters through an alias for the slice that runs (:class:`~paramp.exact.running_forwards.MixtureSlices`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..base.module_surgery import replace_forward, unbound, with_parameters
 from ..base.trees import map_tensors, tensors
 from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
-from .running_modules import Forwards
+from .running_forwards import Forwards
 from .sliced_styles import aliases_of, first_input, parameters_of
 from .slices import join, split, sum_slices
 

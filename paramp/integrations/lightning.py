@@ -25,9 +25,9 @@ from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
 from .lightning_precision import LightningPrecision
-from .logical_gradient import logical_parameter
 from .module_masters import ModuleMasters
 from .shared_grad_scaler import device_types
+from .whole_gradient import logical_parameter
 
 
 class TrainerPrecision(LightningPrecision):

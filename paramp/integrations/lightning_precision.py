@@ -25,8 +25,8 @@ from ..parallel.materialize import stored_as
 from ..precision.compute_context import ComputeContext, default_dtype, to_compute
 from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
-from .logical_gradient import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, device_types
+from .whole_gradient import logical_parameter
 
 
 class LightningPrecision:

@@ -1,8 +1,8 @@
 """Gradients in flat buffers, from the backward to the reduced gradients that the optimizer steps with.
 
 ``parameter.grad`` is a view of its buffer, so that autograd accumulates there and a reduction over data ranks is one
-collective for each buffer (:mod:`.gradient_reduction`). Gradients that cannot accumulate in place (with placements
-other than their parameter's, or replaced by the user) are copied there once per step (:mod:`.outside_gradients`).
+collective for each buffer (:mod:`.gradient_reduction`). Gradients that cannot accumulate in place, of other placements
+than their parameters or set by the user, are copied there once per step (:mod:`.gradients_outside_buffers`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..distributed.context import ParallelContext
 from ..scaling.gradient_placements import sum_tied_gradients
 from ..scaling.replica_counts import TiedParameter
 from .flat_buffer import Buffer, FlatParam, Units, step_ranges
-from .outside_gradients import OutsideGradients
+from .gradients_outside_buffers import OutsideGradients
 
 # Applied with map() to all parameters, several times a step: without a Python call for each.
 GRADIENT = operator.attrgetter("grad")
