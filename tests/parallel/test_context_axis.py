@@ -529,6 +529,18 @@ def of_next_token(hidden):
     return {"loss": (found.sum(), torch.tensor(found.numel()))}
 
 
+class Shifted(nn.Module):
+    """Adds a little of an earlier token, ``far`` before."""
+
+    def __init__(self, far, share=0.3):
+        super().__init__()
+        self.tokens, self.far, self.share = nn.Embedding(100, 100), far, share
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        return x + self.share * F.pad(x, (0, 0, self.far, 0))[:, : tokens.shape[1]]
+
+
 class Masked(nn.Module):
     """Attention with a mask of its own."""
 
@@ -560,10 +572,12 @@ REFUSED_BATCHES = {
         first_mean,
         "output\\[1\\] of shape \\(\\), expected",
     ),
-    "flat tokens": (lambda: Headed(lambda x: x[..., 0].flatten()), mean, "output of shape \\(16,\\), expected tokens"),
-    "own shift": (lambda: Headed(of_next_token), None, "own loss of Headed for the first 8 tokens is off by"),
+    "flat tokens": (lambda: Headed(lambda x: x[..., 0].flatten()), mean, "output of shape \\(64,\\), expected tokens"),
+    "own shift": (lambda: Headed(of_next_token), None, "own loss of Headed for the first 32 tokens is off by"),
     "masked": (Masked, mean, "other masks are not cut"),
     "mean of its own": (lambda: Headed(lambda x: {"loss": x.square().mean()}), None, "expected \\(sum, count\\)"),
+    "far shift": (lambda: Shifted(20), summed_loss, "mixes tokens other than by attention"),
+    "ends of parts": (lambda: Shifted(1, 0.005), summed_loss, "mixes tokens other than by attention"),
     "length": (lambda: Counted(paramp.token_positions), summed_loss, "expected a multiple of 4"),
 }
 
@@ -574,7 +588,8 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
     make, criterion, text = REFUSED_BATCHES[case]
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         engine = engine_of(make(), criterion)
-        tokens = torch.randint(0, 100, (2, 30 if case == "length" else LENGTH))
+        length = {"length": 30, "far shift": 64, "ends of parts": 512}.get(case, LENGTH)
+        tokens = torch.randint(0, 100, (2, length))
         with pytest.raises((paramp.ConfigError, ValueError), match=text):
             engine.forward_backward(tokens, None if criterion is None else tokens)
 

@@ -255,17 +255,19 @@ def test_a_later_batch_of_another_kind_is_tried_too(world, kind):
 
 @on_ranks(4)
 def test_data_ranks_whose_weights_are_sharded_try_a_kind_of_batch_together(world):
-    """When the samples of only one of them have padding."""
+    """When the samples of only one of them have padding, or a mask at all."""
     plain, padded = next(batches("Llama", "plain")), next(batches("Llama", "padded"))
-    plain["attention_mask"] = torch.ones_like(padded["attention_mask"])
+    masked = {**plain, "attention_mask": torch.ones_like(padded["attention_mask"])}
     found = []
-    for batch in (plain, padded):
+    for batch in (plain, masked, padded):
         model = build("Llama")
         found += [model(**batch).loss.item()]
     with paramp.launch_from_torch({"parallel": {"context": 2, "data": {"shard": 2}}}) as context:
         engine, losses = engine_of(build("Llama"), None), []
-        for batch in (plain, padded):
+        for batch in (plain, masked, padded):
             own = {name: value.chunk(2)[context.dp.rank] for name, value in batch.items()}
+            if batch is masked and context.dp.rank == 0:
+                del own["attention_mask"]
             losses += [float(engine.forward_backward(own))]
             engine.zero_grad()
         assert losses == pytest.approx(found, rel=1e-5)

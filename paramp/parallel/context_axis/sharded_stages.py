@@ -34,10 +34,12 @@ MIXING = (
     *(nn.RNNBase, nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d, *BATCH_NORMS),
 )
 """Layers that mix tokens, or may, without an exchange over ranks."""
-TRIED = 2
-"""Tokens of each of the parts that a rank has of a sequence, in the trial."""
+TRIED = 256
+"""Tokens of a sequence in the trial, or as many as all ranks can have parts of."""
+COMPARED = 8
+"""Tokens whose outputs are compared as one, so that others do not hide a difference at the ends of a rank's parts."""
 LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Of outputs in the trial, relative to their norm, by the dtype in which a mode computes."""
+"""Of such outputs, relative to their norm, by the dtype in which a mode computes."""
 LARGEST_OF_FLOAT8 = 0.25
 """The same where linear layers multiply in float8: its scales are of the largest element, which a part may not have.
 0.07 is measured for two blocks of GPT."""
@@ -170,7 +172,7 @@ class CutStage:
         kind = (*inputs, *((path, one) for path, one in found if isinstance(one, (bool, str))), content)
         is_new = kind not in self._tried
         self._tried.add(kind)
-        if content and self._meets_data_ranks:
+        if self._meets_data_ranks:
             found_new = torch.tensor(float(is_new), device=self.context.device)
             dist.all_reduce(found_new, dist.ReduceOp.MAX, self.context.dp.group)
             is_new = bool(found_new)
@@ -184,7 +186,7 @@ class CutStage:
     @torch.no_grad()
     def _try(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> None:
         """Raise a ConfigError, on every rank, if the stage computes other outputs for the first tokens when cut."""
-        axis, tokens = self.axis, min(TRIED * self.axis.multiple, length)
+        axis, tokens = self.axis, min(TRIED + -TRIED % self.axis.multiple, length)
         if not self.is_first:
             args = axis.joined_tokens(args, length)
 
@@ -255,10 +257,8 @@ class CutStage:
             ours, theirs = local(ours), local(theirs)
             if ours.shape != theirs.shape or (theirs.ndim > 1 and theirs.shape[1] != tokens):
                 raise no_tokens(self.stage, path, theirs.shape)
-            if seen is not None and theirs.ndim > 1:
-                ours, theirs = ours[seen], theirs[seen]
             compared.append((path, theirs.shape))
-            differences.append((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-30))
+            differences.append(_difference(ours, theirs, seen if theirs.ndim > 1 else None))
         for (path, shape), difference in zip(compared, self._largest(differences), strict=True):
             if difference <= self._most:
                 continue
@@ -306,6 +306,23 @@ class CutStage:
         if precision.float8 is not None:
             return LARGEST_OF_FLOAT8
         return LARGEST_DIFFERENCE[torch.float32 if self._is_wide else precision.compute]
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """The largest of any :data:`COMPARED` tokens, dim 1, relative to their norm; 0-dim. Tokens not ``seen`` are 0."""
+    dtype = torch.promote_types(theirs.dtype, torch.float32)
+    ours, theirs = ours.to(dtype), theirs.to(dtype)
+    if seen is not None:
+        hidden = ~seen.reshape(*seen.shape, *(1,) * (theirs.ndim - 2))
+        ours, theirs = ours.masked_fill(hidden, 0), theirs.masked_fill(hidden, 0)
+    dim = min(1, theirs.ndim - 1)
+    differences, norms = ([part.norm() for part in _parts(one, dim)] for one in (ours - theirs, theirs))
+    usual = theirs.norm() / len(norms) ** 0.5  # outputs of a few tokens may be near 0
+    return (torch.stack(differences) / torch.stack(norms).clamp(min=usual / 10 + 1e-30)).max().double()
+
+
+def _parts(outputs: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    return outputs.split(COMPARED, dim) if outputs.ndim else (outputs,)
 
 
 def dim_of_tokens(leaf: Any, length: int) -> int | None:
