@@ -719,6 +719,20 @@ def test_rounding_under_autocast_hides_no_small_difference(world, mode):
         engine_of(Hidden(token_positions, table=0.02), summed_loss).forward_backward(tokens, tokens)
 
 
+@on_ranks(4)
+def test_weights_that_are_gathered_in_half_as_one_are_tried_so(world):
+    """FSDP2's only unit is the model itself."""
+    torch.manual_seed(0)
+    model, (batch, *_) = OwnModel(), batches("padded")
+    inputs = batch["input_ids"], batch["attention_mask"].bool(), batch["labels"]
+    total, count = model(*inputs)["loss"]
+    config = {"parallel": {"context": 2, "data": {"shard": 2}}, "precision": "bf16-mixed"}
+    with paramp.launch_from_torch(config) as context:
+        own = tuple(one.chunk(2)[context.dp.rank] for one in inputs)
+        found = engine_of(model, None).forward_backward(own)
+        assert float(found) == pytest.approx((total / count).item(), rel=1e-2)
+
+
 class Conditioned(nn.Module):
     """Takes a mask as attention does, (batch, 1, 1, tokens), and features of each sample."""
 
