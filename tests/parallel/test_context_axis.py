@@ -529,6 +529,42 @@ def of_next_token(hidden):
     return {"loss": (found.sum(), torch.tensor(found.numel()))}
 
 
+class OwnShift(nn.Module):
+    """A language model whose own loss is of the next labels of this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(100, 16), nn.Linear(16, 100)
+
+    def forward(self, tokens, labels):
+        logits, labels = self.head(self.tokens(tokens)), labels[:, 1:]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"logits": logits, "loss": (loss, (labels != -100).sum())}
+
+
+@pytest.mark.parametrize("labelled", [range(64), [10, 40]])
+@on_ranks(2)
+def test_labels_that_a_model_shifts_itself_are_refused_whatever_they_are(world, labelled):
+    """Also where no label is at the end of a rank's part."""
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(0, 100, (8, 64)), torch.full((8, 64), -100)
+    labels[:, labelled] = tokens[:, labelled]
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(OwnShift(), None)
+        with pytest.raises(paramp.ConfigError, match="own loss of OwnShift for the first 64 tokens is off by 1"):
+            engine.forward_backward((tokens, labels))
+
+
+@on_ranks(2)
+def test_a_loss_in_fp32_of_outputs_in_fp64_is_no_mistake(world):
+    """As those of transformers."""
+    with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
+        engine = engine_of(build("Llama"), None)
+        for batch in batches("Llama"):
+            engine.forward_backward(batch)
+            engine.zero_grad()
+
+
 class Shifted(nn.Module):
     """Adds a little of an earlier token, ``far`` before."""
 
@@ -748,6 +784,7 @@ class Conditioned(nn.Module):
 
 @on_ranks(2)
 def test_masks_of_four_dims_are_cut_and_features_of_samples_are_not(world):
+    torch.manual_seed(0)
     mask = torch.rand(2, 1, 1, LENGTH) < 0.8
     tokens, condition = torch.randint(0, 100, (2, LENGTH)), torch.randn(2, LENGTH, dtype=torch.float64)
     with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
