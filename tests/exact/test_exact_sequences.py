@@ -305,8 +305,8 @@ def test_attention_with_sinks_and_the_loss_of_routers_are_refused_by_name(world)
 
 @on_ranks(2)
 def test_a_forward_that_depends_on_a_ranks_tokens_is_an_error_before_ranks_wait(world):
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    tokens[0, 8] = 1  # the first of rank 1; of the tokens that are tried it has others
+    tokens = torch.zeros(1, 512, dtype=torch.int64)
+    tokens[0, 256] = 1  # the first of rank 1; of the tokens that are tried it has others
     with paramp.launch_from_torch({"reproducible": {"sequence_slices": 4}, "parallel": {"context": 2}}):
         engine = engine_of(nn.Sequential(Block("some tokens")), next_token)
         with pytest.raises(RuntimeError, match="a LayerNorm in '0' has run 0 and 1 times on the ranks of the"):
