@@ -32,7 +32,7 @@ import paramp
 from paramp.base.torch_internals import patched
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.context_axis.context_attention import attention
-from paramp.parallel.context_axis.sequence_layout import SequenceLayout
+from paramp.parallel.context_axis.tokens_of_ranks import SequenceLayout
 
 MAX_NORM = 1.0
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from .engine.step import StepResult
     from .integrations.fabric import FabricPrecision
     from .observe.grad_histogram import gradient_histogram
-    from .observe.overflow_diagnosis import trace_overflow
-    from .observe.overflow_record import record_batch
+    from .observe.recorded_window import record_batch
     from .observe.replica_check import check_replicas
+    from .observe.window_replay import trace_overflow
     from .parallel.materialize import init_module
     from .parallel.microbatches import whole
     from .precision.modes import Precision
@@ -104,8 +104,8 @@ _HOMES = {
     "integrations.fabric": "FabricPrecision",
     "observe.grad_histogram": "gradient_histogram",
     "tools.metrics": "Metrics",
-    "observe.overflow_diagnosis": "trace_overflow",
-    "observe.overflow_record": "record_batch",
+    "observe.window_replay": "trace_overflow",
+    "observe.recorded_window": "record_batch",
     "observe.replica_check": "check_replicas",
     "scaling.grad_norm": "clip_grad_norm_",
     "scaling.loss_scaler": "DistributedGradScaler",

@@ -13,7 +13,7 @@ pass over 2**26 fp32 elements takes an H200, with 4.8 TB/s, some 100 us, one ove
 then takes 256 MiB, at a time when there are no activations. Computed, not measured.
 """
 SQUARES_BLOCK = {"cpu": 2**16, "cuda": 2**25}
-"""Elements of a block of exact squares (:mod:`paramp.exact.exact_squares`), which has three fp64 temporaries.
+"""Elements of a block of exact squares (:mod:`paramp.exact.sum_of_squares`), which has three fp64 temporaries.
 
 16 operations a block: 229,000 launches for 10**9 elements in blocks of 2**16, 484 in blocks of 2**25, with 768 MiB.
 """

@@ -33,7 +33,7 @@ from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
 from ..config.layout import ParallelConfig
 from ..config.schema import Config
-from ..scaling.replica_counts import OPEN, ROLES, Role, TiedParameter
+from ..scaling.copies_per_element import OPEN, ROLES, Role, TiedParameter
 from .error_report import report_uncaught
 from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_as_echo
 from .heartbeat import Heartbeat

@@ -37,7 +37,7 @@ from ..base.torch_internals import expect
 from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
-from ..scaling.replica_counts import ROLES, Role
+from ..scaling.copies_per_element import ROLES, Role
 from .agreement import Call, agreed_call, shared_settings
 
 expect("torch.distributed.distributed_c10d")

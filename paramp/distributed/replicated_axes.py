@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.collectives import broadcast_
 from ..base.dtensor import is_dtensor, local
-from ..scaling.replica_counts import axes_of_own_parameters
+from ..scaling.copies_per_element import axes_of_own_parameters
 from .context import Axis, ParallelContext
 
 

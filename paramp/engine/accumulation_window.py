@@ -22,7 +22,7 @@ from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
 from ..distributed.numerics_protocol import Numerics
 from ..distributed.rng import random_states
-from ..observe.overflow_record import RecordedBatch, WindowRecord
+from ..observe.recorded_window import RecordedBatch, WindowRecord
 from ..optim.flat_gradients import FlatGradients
 from ..parallel.expert_balance import StepCounts
 from ..parallel.microbatches import Batch

@@ -27,7 +27,7 @@ from .loss_counts import Criterion, Loss, as_count
 from .model_plan import sequence_axis
 
 if TYPE_CHECKING:
-    from ..parallel.context_axis.sequence_axis import SequenceAxis
+    from ..parallel.context_axis.cut_sequences import SequenceAxis
     from ..pipeline.pipeline import Pipeline
 
 OwnLoss = Callable[[Any, Batch], Loss | None]

@@ -23,9 +23,9 @@ from ..base.wrapped_models import class_name
 from ..config.schema import Config
 from ..distributed.rank_progress import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
-from ..observe.overflow_diagnosis import diagnose_overflow, divergence
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording
+from ..observe.window_replay import diagnose_overflow, divergence
 from ..parallel.expert_balance import token_counts
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
@@ -347,7 +347,7 @@ class Engine:
         """Why the last step was skipped: the module, microbatch, pass and rank of the first value that is not finite.
 
         Call it on every rank after ``step``, before the next batch. It reruns the batches of the step with hooks
-        (:mod:`paramp.observe.overflow_diagnosis`), and leaves gradients of zero; nothing else changes. After a loop of
+        (:mod:`paramp.observe.window_replay`), and leaves gradients of zero; nothing else changes. After a loop of
         ``engine(x)`` and ``backward`` the batches are not known, and the report is on the gradients alone.
 
         Raises:

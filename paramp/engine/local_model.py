@@ -23,7 +23,7 @@ from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
 from ..precision.float8 import convert
 from ..precision.fp32_routers import keep_routers_wide
-from ..scaling.replica_counts import TiedParameter
+from ..scaling.copies_per_element import TiedParameter
 from .model_plan import ModelPlan
 
 

@@ -25,7 +25,7 @@ from ..precision.fp32_routers import check_grouped_products
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from ..parallel.context_axis.sequence_axis import SequenceAxis
+    from ..parallel.context_axis.cut_sequences import SequenceAxis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def sequence_axis(context: ParallelContext, numerics: Numerics) -> SequenceAxis 
     """How sequences are cut in ``context``; None: they are whole."""
     axis: SequenceAxis | None = numerics.sequence_axis()
     if axis is None and context.cp.size > 1:
-        from ..parallel.context_axis.sequence_axis import SequenceAxis
+        from ..parallel.context_axis.cut_sequences import SequenceAxis
 
         axis = SequenceAxis(context.cp, context.device, context.config.parallel.context.method)
     return axis

@@ -18,8 +18,8 @@ from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.trees import map_tensors, tensors
 from ..distributed.rank_progress import BATCH
-from ..observe.overflow_record import RecordedBatch
-from ..observe.overflow_trace import Tracer
+from ..observe.nonfinite_hooks import Tracer
+from ..observe.recorded_window import RecordedBatch
 from ..parallel.batch_outputs import broadcast_tree, join
 from ..parallel.expert_balance import EACH_ONCE, announcing
 from ..parallel.microbatches import Batch

@@ -31,12 +31,12 @@ from ..pipeline.stage import Stages
 from .dropout_masks import Masks
 from .exact_functions import ExactFunctions
 from .exact_layout import ExactLayout, Position, SequenceSlices
-from .exact_squares import squares_over_world
 from .gradient_taps import Tap
 from .layout_checks import check_buffers, check_modules, check_ties
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
 from .running_forwards import Forwards
+from .sum_of_squares import squares_over_world
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle

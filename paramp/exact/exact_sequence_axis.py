@@ -21,8 +21,8 @@ from ..base.errors import ConfigError
 from ..base.uncompiled import unwatched
 from ..distributed.context import Axis, ParallelContext
 from ..distributed.token_positions import ACTIVE
-from ..parallel.context_axis.sequence_axis import SequenceAxis, SequencePlaces, scaled_dot_product_attention
-from ..parallel.context_axis.sequence_layout import SequenceLayout
+from ..parallel.context_axis.cut_sequences import SequenceAxis, SequencePlaces, scaled_dot_product_attention
+from ..parallel.context_axis.tokens_of_ranks import SequenceLayout
 from ..parallel.microbatches import Batch
 from . import attention as products
 from .dropout_masks import Masks

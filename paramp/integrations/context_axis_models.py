@@ -18,7 +18,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.token_positions import ACTIVE
 from ..observe.same_data import SameBatches
 from ..parallel.batch_outputs import loss_in
-from ..parallel.context_axis.sequence_axis import SequenceAxis
+from ..parallel.context_axis.cut_sequences import SequenceAxis
 from ..parallel.context_axis.sharded_stages import CutStage, no_tokens
 from ..parallel.microbatches import Batch
 from ..parallel.model_families import adapter_for

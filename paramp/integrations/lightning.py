@@ -5,7 +5,7 @@ scale for ``16-true``; plugins are not restricted. The Trainer's loop, strategie
 place of Lightning's plugin this one computes as an :class:`~paramp.Engine` does, see :mod:`paramp.integrations.fabric`.
 
 In modes with masters, ``16-naive``, ``bf16-naive`` and ``O2``, the module's parameters are in half precision and its
-optimizers step fp32 masters (:mod:`paramp.integrations.module_masters`). Parameters that ``configure_model`` has
+optimizers step fp32 masters (:mod:`paramp.integrations.masters_during_steps`). Parameters that ``configure_model`` has
 sharded by ``fully_shard`` stay in fp32: they are the masters, which FSDP2 gathers in half precision.
 """
 
@@ -25,7 +25,7 @@ from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
 from .lightning_precision import LightningPrecision
-from .module_masters import ModuleMasters
+from .masters_during_steps import ModuleMasters
 from .shared_grad_scaler import device_types
 from .whole_gradient import logical_parameter
 

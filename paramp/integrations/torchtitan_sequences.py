@@ -23,7 +23,7 @@ from torch import nn
 from ..base.errors import ConfigError, require
 from ..base.torch_internals import patched
 from ..distributed.context import Axis
-from ..parallel.context_axis.sequence_axis import SequenceAxis
+from ..parallel.context_axis.cut_sequences import SequenceAxis
 from ..parallel.context_axis.sharded_stages import SequenceInputs
 
 CUT = "prepare_context_parallel_input"

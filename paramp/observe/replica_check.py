@@ -30,11 +30,11 @@ from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_weights import FlatWeights
 from ..optim.user_optimizer import settings_of
+from ..scaling.copies_per_element import TiedParameter
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.replica_counts import TiedParameter
 from .bit_hash import hash_bits
 from .loops_without_engine import agreed_context
-from .overflow_record import WindowRecord
+from .recorded_window import WindowRecord
 from .same_data import NAMED, different_data, listed
 
 Column = tuple[str, "ReplicaGroup"]

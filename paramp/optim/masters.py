@@ -11,7 +11,7 @@
 ==========================  ==================================  ======================================================
 
 An engine has one :class:`Masters` for the part of each flat buffer that this rank steps. Loops without flat buffers
-have one for each parameter (:mod:`.parameter_masters`).
+have one for each parameter (:mod:`.masters_outside_buffers`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ..base.dtensor import local
 from ..base.errors import ConfigError
 from ..base.module_surgery import num_hooks
 from ..distributed.context import ParallelContext
-from ..scaling.replica_counts import TiedParameter
+from ..scaling.copies_per_element import TiedParameter
 
 
 class SharedParameter(NamedTuple):

@@ -17,9 +17,9 @@ from ..base.collectives import gather_objects
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
+from .copies_per_element import World, current_world, num_replicas
 from .gradient_placements import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 from .local_norm import norm_power
-from .replica_counts import World, current_world, num_replicas
 from .step_decision import HostCopy, clip_coefficient
 
 expect("torch._foreach_mul_")

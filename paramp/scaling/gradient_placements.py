@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..base.collectives import sum_
 from ..base.dtensor import is_dtensor, local, resolved, version, wrap
 from ..base.torch_internals import expect
-from .replica_counts import TiedParameter, World, current_world
+from .copies_per_element import TiedParameter, World, current_world
 
 expect("torch._foreach_mul_", "torch._foreach_norm", "torch._amp_foreach_non_finite_check_and_unscale_")
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from .copies_per_element import World, current_world
 from .gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
 from .loss_scaling_options import SMALLEST, LossScaling
-from .replica_counts import World, current_world
 
 if TYPE_CHECKING:
     from .overflow_report import OverflowReport

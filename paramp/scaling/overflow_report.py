@@ -1,6 +1,6 @@
 """Reports of skipped steps: the values that were not finite, their ranks, and the remedy.
 
-To find the origin of a value that is not finite, the batch is run again (:mod:`paramp.observe.overflow_diagnosis`).
+To find the origin of a value that is not finite, the batch is run again (:mod:`paramp.observe.window_replay`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..base.collectives import gather_objects
 from ..base.dtensor import is_dtensor, local, own_part
-from .replica_counts import World
+from .copies_per_element import World
 
 Kind = Literal["NaN", "inf"]
 During = Literal["forward", "backward", "sum over microbatches", "sum over ranks"]

@@ -11,7 +11,7 @@ from plain_attention import CASES, LENGTH, documents_of
 
 from paramp.parallel.context_axis import attention_kernels, merged_attention
 from paramp.parallel.context_axis.attention_kernels import CudaKernel, kept
-from paramp.parallel.context_axis.sequence_layout import CUTS, SequenceLayout
+from paramp.parallel.context_axis.tokens_of_ranks import CUTS, SequenceLayout
 from paramp.parallel.context_axis.visible_keys import Documents, Sees, VisibleKeys
 
 RULES = [

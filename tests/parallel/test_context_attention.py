@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 from paramp.parallel.context_axis.context_attention import METHODS, attention, default_method
-from paramp.parallel.context_axis.sequence_layout import CUTS, SequenceLayout
+from paramp.parallel.context_axis.tokens_of_ranks import CUTS, SequenceLayout
 from paramp.parallel.context_axis.visible_keys import Documents
 
 ONE = SequenceLayout(None, 0, 1, LENGTH)

@@ -19,7 +19,7 @@ from paramp import token_positions
 from paramp.base.dtensor import local
 from paramp.config.files import load
 from paramp.models.gpt import GPT, GPTConfig
-from paramp.parallel.context_axis import sequence_axis
+from paramp.parallel.context_axis import cut_sequences
 
 STEPS, LR = number(2, 20), 0.05
 LAYOUTS = {
@@ -463,18 +463,18 @@ def test_checkpointed_blocks_attend_over_whole_sequences_again(world, every):
 
 def dropout_gpt(context):
     """Losses and norms of a GPT with dropout, and the seeds of its attention on all ranks, by data and tensor rank."""
-    seeds, attention = [], sequence_axis.attention
+    seeds, attention = [], cut_sequences.attention
 
     def seen(*args, **options):
         seeds.extend([options["dropout_seed"]] if options["dropout"] else [])  # none in the trial
         return attention(*args, **options)
 
-    sequence_axis.attention = seen
+    cut_sequences.attention = seen
     try:
         torch.manual_seed(0)
         found = train(context, "GPT", small_gpt(dropout=0.3))[1]
     finally:
-        sequence_axis.attention = attention
+        cut_sequences.attention = attention
     everyone = [None] * context.world_size
     torch.distributed.all_gather_object(everyone, (context.cp.rank, context.dp.rank, context.tp.rank, seeds))
     return found, everyone

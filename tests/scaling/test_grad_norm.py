@@ -19,9 +19,9 @@ import paramp
 from paramp import clip_grad_norm_
 from paramp.base import loop_sizes
 from paramp.scaling import grad_norm, gradient_placements
+from paramp.scaling.copies_per_element import TiedParameter
 from paramp.scaling.gradient_placements import unscale_and_check_
 from paramp.scaling.local_norm import norm_power
-from paramp.scaling.replica_counts import TiedParameter
 
 LAYOUTS = {
     "pp2-tp2": {"pipeline": 2, "tensor": 2},

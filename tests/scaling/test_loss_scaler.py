@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import paramp
 from paramp import DistributedGradScaler
-from paramp.scaling.replica_counts import TiedParameter
+from paramp.scaling.copies_per_element import TiedParameter
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 

@@ -246,7 +246,7 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
     "joined tokens have an average of their gradients": (
         "tied GPT",
         CP,
-        f"{CONTEXT}.sequence_axis._JoinTokens.backward",
+        f"{CONTEXT}.cut_sequences._JoinTokens.backward",
         averaged,
     ),
     "parts of attention are merged without weights": (

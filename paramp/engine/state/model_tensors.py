@@ -18,7 +18,7 @@ from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...distributed.replicated_axes import replicated_axes
 from ...optim.flat_buffer import FlatParam
 from ...optim.flat_weights import FlatWeights
-from ...scaling.replica_counts import TiedParameter
+from ...scaling.copies_per_element import TiedParameter
 
 DATA = "data."
 """The prefix of the names of other data ranks' buffers."""

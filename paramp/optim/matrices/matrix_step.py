@@ -10,7 +10,7 @@ import torch
 from ...base.collectives import gather_objects
 from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...distributed.replicated_axes import replicated_axes
-from ...scaling.replica_counts import Role
+from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
 from .matrix_exchange import MatrixExchange, placeholder

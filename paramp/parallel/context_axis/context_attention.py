@@ -22,7 +22,7 @@ from .attention_kernels import Scores
 from .head_exchange import HeadExchange
 from .key_exchange import EXCHANGES, Alone, key_exchange
 from .merged_attention import KeyExchange
-from .sequence_layout import SequenceLayout
+from .tokens_of_ranks import SequenceLayout
 from .visible_keys import Documents, VisibleKeys
 
 METHODS = (*EXCHANGES, "ulysses")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...base.errors import ConfigError
 from .attention_kernels import Scores
-from .sequence_layout import SequenceLayout
+from .tokens_of_ranks import SequenceLayout
 
 
 class HeadExchange:

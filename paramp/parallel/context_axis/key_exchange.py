@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...base.collectives import all_gather_single, reduce_scatter_single, sends_by_host
 from .merged_attention import KeyExchange, Visit, VisitBack, packed, unpacked
-from .sequence_layout import SequenceLayout
+from .tokens_of_ranks import SequenceLayout
 
 
 class Alone:

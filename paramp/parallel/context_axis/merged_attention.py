@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ...base import loop_sizes
 from .attention_kernels import Scores, Three, kernel_for, wide
-from .sequence_layout import Segments
+from .tokens_of_ranks import Segments
 from .visible_keys import Tile
 
 Visit = Callable[[Segments, torch.Tensor, torch.Tensor], None]

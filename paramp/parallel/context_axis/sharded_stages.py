@@ -26,7 +26,7 @@ from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in
 from ..microbatches import Batch
-from .sequence_axis import SequenceAxis, length_of
+from .cut_sequences import SequenceAxis, length_of
 from .trial_weights import varied
 
 MIXING = (

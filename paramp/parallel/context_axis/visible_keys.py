@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...base.collectives import all_gather_single
-from .sequence_layout import Segments, SequenceLayout
+from .tokens_of_ranks import Segments, SequenceLayout
 
 
 class Sees(Enum):

@@ -19,7 +19,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
-from ..context_axis.sequence_axis import SequenceAxis, active, numbers_of
+from ..context_axis.cut_sequences import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
 from .model_output import IGNORED, call_options, calls_causal_loss, counting, has_given_loss, shifts_labels
 from .router_loss import ROUTERS, asks_for_loss

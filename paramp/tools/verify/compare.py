@@ -28,7 +28,7 @@ import torch
 from ...base.errors import ConfigError
 from ...config.layout import ParallelConfig
 from ...config.schema import Config
-from ...parallel.context_axis.sequence_layout import head_and_tail, taken
+from ...parallel.context_axis.tokens_of_ranks import head_and_tail, taken
 from ...precision.modes import Precision
 from .activation_recorder import RankRecord
 from .options import RUNS

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....optim.parameter_masters import drop_gradients, follow_changes, write_back
+from ....optim.masters_outside_buffers import drop_gradients, follow_changes, write_back
 from ....optim.user_optimizer import warn_of_eps
 from .errors import AmpError
 from .session import Session, print_on_main

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ....base.dtensor import local
-from ....optim.parameter_masters import ParameterMasters
+from ....optim.masters_outside_buffers import ParameterMasters
 from ....scaling.gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 

@@ -10,7 +10,7 @@ from torch import nn
 from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, trained_and_frozen
 from ....optim.flat_weights import cast_weights
-from ....optim.parameter_masters import ParameterMasters, drop_gradients, follow_changes, write_back
+from ....optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
 from ....optim.user_changes.replaced_parameters import ModelParameters
 from ....precision.modes import Precision
 

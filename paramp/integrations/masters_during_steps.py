@@ -23,7 +23,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
 from ..base.wrapped_models import plain_name
-from ..optim.parameter_masters import ParameterMasters, drop_gradients, follow_changes, write_back
+from ..optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
 
 
 class ModuleMasters:

@@ -39,7 +39,7 @@ from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gat
 from .expert_overflow import ExpertTokens
 
 if TYPE_CHECKING:
-    from ..parallel.context_axis.sequence_axis import SequencePlaces
+    from ..parallel.context_axis.cut_sequences import SequencePlaces
 
 expect("torch._C._autograd")
 

@@ -1,7 +1,7 @@
 """The diagnosis of a skipped step: its recorded batches run again with a trace, which gives the report.
 
-What is kept of a step is in :mod:`paramp.observe.overflow_record`, where values are seen in
-:mod:`paramp.observe.overflow_trace`, what a person reads in :mod:`paramp.scaling.overflow_report`.
+What is kept of a step is in :mod:`paramp.observe.recorded_window`, where values are seen in
+:mod:`paramp.observe.nonfinite_hooks`, what a person reads in :mod:`paramp.scaling.overflow_report`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +18,8 @@ from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
 from .expert_overflow import stacked_parameters
 from .loops_without_engine import OwnModel, agreed_context, checked_scale
-from .overflow_record import RecordedBatch, WindowRecord, record_batch
-from .overflow_trace import Tracer, owner_of
+from .nonfinite_hooks import Tracer, owner_of
+from .recorded_window import RecordedBatch, WindowRecord, record_batch
 
 NOT_RECORDED = (
     "the module, microbatch and data rank are not known, because the engine was not given the batch: call "

@@ -27,7 +27,7 @@ from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in, with_loss
 from ..microbatches import Batch
 from .context_attention import attention, default_method
-from .sequence_layout import SequenceLayout
+from .tokens_of_ranks import SequenceLayout
 from .visible_keys import Documents
 
 FIRST = "input_ids", "inputs_embeds"

@@ -11,7 +11,7 @@ from counting import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paramp.base import loop_sizes
-from paramp.exact.exact_squares import largest, squares, total
+from paramp.exact.sum_of_squares import largest, squares, total
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
