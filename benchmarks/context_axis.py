@@ -267,7 +267,7 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def dist_size() -> int:
-    from paramp.distributed.launcher_env import find_place
+    from paramp.distributed.launcher_variables import find_place
 
     place = find_place()
     return 1 if place is None else place.world_size

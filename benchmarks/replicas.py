@@ -29,7 +29,7 @@ from common import (
 )
 
 import paramp
-from paramp.distributed.launcher_env import rank_by_any_variable
+from paramp.distributed.launcher_variables import rank_by_any_variable
 from paramp.models import GPT, GPTConfig
 
 EVERY = 100

@@ -25,7 +25,7 @@ from common import add_json_option, check_counts, check_json_option, machine, sy
 import paramp
 from paramp.config.layout import PipelineConfig
 from paramp.config.pipeline_schedules import SCHEDULES
-from paramp.distributed.launcher_env import find_place
+from paramp.distributed.launcher_variables import find_place
 from paramp.models import GPT, GPTConfig
 
 

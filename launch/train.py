@@ -45,7 +45,7 @@ import paramp
 from paramp.base.user_values import user_path
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.distributed.error_report import report_failure
-from paramp.distributed.launcher_env import find_place
+from paramp.distributed.launcher_variables import find_place
 from paramp.distributed.local_launcher import start_processes
 from paramp.engine.checkpoint_manager import Checkpoints, find
 from paramp.engine.lr_scheduler import Scheduler

@@ -22,7 +22,7 @@ from ..base.errors import (
     users_line,
 )
 from .first_failure import give_launcher, is_echo, left_a_context
-from .launcher_env import rank_by_any_variable
+from .launcher_variables import rank_by_any_variable
 from .local_launcher import reported_by_rank_0
 
 CORRECTABLE = CheckpointError, ConfigError, DataError, LaunchError

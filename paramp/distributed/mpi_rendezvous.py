@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from ..base.errors import LaunchError
-from .launcher_env import LauncherRank
+from .launcher_variables import LauncherRank
 from .network_interfaces import own_hosts
 from .rendezvous import PASSWORD, find_store, host_store
 

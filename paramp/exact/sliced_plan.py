@@ -9,7 +9,15 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
-from ..parallel.tensor.linear import SEQUENCE, Colwise, PackedColwise, PackedRowwise, Rowwise, has_forward_of, is_conv1d
+from ..parallel.tensor.sharded_linear import (
+    SEQUENCE,
+    Colwise,
+    PackedColwise,
+    PackedRowwise,
+    Rowwise,
+    has_forward_of,
+    is_conv1d,
+)
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence, WholeSequence
 from .exact_experts import ExactExperts
 from .running_forwards import Forwards

@@ -1,6 +1,6 @@
 """paramp inside trainers that bring their own loop.
 
 For users: ``accelerate``, ``transformers``, ``lightning``, ``fabric`` and ``torchtitan``. What they share:
-``shared_grad_scaler``, one loss scale for several optimizers; ``whole_gradient``, for clipping;
+``shared_grad_scaler``, one loss scale for several optimizers; ``gradient_for_torch_clipping``;
 ``masters_during_steps``, fp32 masters; ``lightning_precision``, the base of both Lightning plugins.
 """

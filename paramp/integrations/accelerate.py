@@ -38,8 +38,8 @@ from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling
 from .accelerate_sequences import CutSequences, begin_sequences
+from .gradient_for_torch_clipping import logical_parameter
 from .shared_grad_scaler import SharedGradScaler
-from .whole_gradient import logical_parameter
 
 log = logging.getLogger(__name__)
 OLDEST = (1, 10)

@@ -24,10 +24,10 @@ from ..base.wrapped_models import is_unit, plain_name
 from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
+from .gradient_for_torch_clipping import logical_parameter
 from .lightning_precision import LightningPrecision
 from .masters_during_steps import ModuleMasters
 from .shared_grad_scaler import device_types
-from .whole_gradient import logical_parameter
 
 
 class TrainerPrecision(LightningPrecision):

@@ -20,13 +20,13 @@ from torch import nn
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import stored_dtype
-from ..distributed.launcher_env import mpi_place
+from ..distributed.launcher_variables import mpi_place
 from ..parallel.materialize import stored_as
 from ..precision.compute_context import ComputeContext, default_dtype, to_compute
 from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
+from .gradient_for_torch_clipping import logical_parameter
 from .shared_grad_scaler import SharedGradScaler, device_types
-from .whole_gradient import logical_parameter
 
 
 class LightningPrecision:

@@ -26,7 +26,7 @@ from ...base.torch_internals import take
 from ...base.uncompiled import uncompiled
 from ..expert_axis import have_part, output_of_all
 from .differentiable_collectives import enter, local_shard, on_first_rank, sum_over_ranks
-from .linear import distribute, distribute_packed
+from .sharded_linear import distribute, distribute_packed
 
 tree_map = take("torch.utils._pytree.tree_map")
 

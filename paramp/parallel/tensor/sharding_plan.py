@@ -26,7 +26,7 @@ from ...base.errors import ConfigError, nearest
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
 from ..shape_errors import PLAN_ENTRY
 from .expert_slices import ExpertSlices
-from .linear import Colwise, PackedColwise, Rowwise
+from .sharded_linear import Colwise, PackedColwise, Rowwise
 from .styles import STYLES, PartialGradient, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]

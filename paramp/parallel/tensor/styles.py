@@ -21,7 +21,7 @@ from ...distributed.tensor_random import replicated_random, sharded_random
 from ..expert_axis import ExpertParallel
 from .differentiable_collectives import gather, local_shard, own_slice
 from .expert_slices import ExpertSlices
-from .linear import (
+from .sharded_linear import (
     SEQUENCE,
     Colwise,
     PackedColwise,

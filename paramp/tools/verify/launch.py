@@ -25,7 +25,7 @@ from ...base.errors import ConfigError, require
 from ...base.trees import tensors
 from ...distributed.context import ParallelContext
 from ...distributed.error_report import report_failure
-from ...distributed.launchers import launch_from_environment
+from ...distributed.launch_functions import launch_from_environment
 from ...distributed.local_launcher import start_processes
 from ...engine.engine import Engine
 from ...engine.initialize import initialize

@@ -7,7 +7,7 @@ import time
 import torch.distributed as dist
 
 import paramp
-from paramp.distributed.launcher_env import find_place
+from paramp.distributed.launcher_variables import find_place
 from paramp.distributed.local_launcher import start_processes
 
 

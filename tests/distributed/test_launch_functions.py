@@ -16,7 +16,7 @@ from pool import on_ranks
 from small_engines import each_raises, engine_of, train_step
 
 import paramp
-from paramp.distributed import launcher_env
+from paramp.distributed import launcher_variables
 from paramp.distributed.rendezvous import free_port
 
 
@@ -106,7 +106,7 @@ def test_tasks_of_slurm_meet_at_the_first_machine_and_a_port_of_the_job(monkeypa
     for rank in (0, 5):
         for name, value in {**JOB, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "1", **variables}.items():
             monkeypatch.setenv(name, value)
-        assert launcher_env.slurm_place() == launcher_env.LauncherRank("slurm", rank, 8, 1, host, port)
+        assert launcher_variables.slurm_place() == launcher_variables.LauncherRank("slurm", rank, 8, 1, host, port)
 
 
 @pytest.mark.parametrize("standalone", [True, False])
@@ -123,7 +123,7 @@ def test_worlds_one_after_another_under_torchrun(standalone):
 @contextlib.contextmanager
 def environment(**variables):
     """Torchrun's variables as given, the others unset."""
-    others = {name: value for name, value in os.environ.items() if name not in launcher_env.TORCHRUN_VARIABLES}
+    others = {name: value for name, value in os.environ.items() if name not in launcher_variables.TORCHRUN_VARIABLES}
     with mock.patch.dict(os.environ, others | variables, clear=True):
         yield
 

@@ -20,7 +20,7 @@ from ..config.schema import DEFAULT_SEED, Config
 from .agreement import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, report_errors, required_context
 from .heartbeat import Heartbeat
-from .launcher_env import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
+from .launcher_variables import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .network_interfaces import choose_interface
 from .numerics_protocol import numerics_of
