@@ -231,13 +231,13 @@ def test_batches_that_would_train_otherwise_are_errors(world):
             engine_of(build("OPT"), None).forward_backward(next(batches("Llama", "padded")))
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["padded", "positional mask", "packed"])
 @on_ranks(2)
 def test_a_later_batch_of_another_kind_is_tried_too(world, kind):
     """Of OPT, which counts positions without padding, and attends from one document to another."""
     plain, later = next(batches("Llama", "plain")), next(batches("OPT", "packed"))
     plain["position_ids"] = torch.arange(plain["input_ids"].shape[1]).repeat(4, 1)
-    if kind == "padded":
+    if kind != "packed":
         mask = torch.ones(4, 64, dtype=torch.long)
         mask[1, :40] = 0  # in the first tokens there is nothing else
         later = {name: F.pad(plain[name], (64 - plain[name].shape[1], 0)) for name in ("input_ids", "labels")}
@@ -245,12 +245,19 @@ def test_a_later_batch_of_another_kind_is_tried_too(world, kind):
         plain = {**later, "attention_mask": torch.ones_like(mask)}
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         engine = engine_of(build("OPT"), None)
+
+        def train(batch):
+            if kind != "positional mask":
+                return engine.forward_backward(batch)
+            logits = engine(batch["input_ids"], batch["attention_mask"]).logits
+            return engine.backward(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+
         for _ in range(2):
-            engine.forward_backward(plain)
+            train(plain)
             engine.step()
             engine.zero_grad()
         with pytest.raises(paramp.ConfigError, match="computes something else from a part of a sequence"):
-            engine.forward_backward(later)
+            train(later)
 
 
 @on_ranks(4)

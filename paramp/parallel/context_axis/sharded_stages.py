@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -26,6 +27,7 @@ from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import loss_in
 from ..microbatches import Batch
+from ..tensor.sharded_loss import IGNORED
 from .cut_sequences import SequenceAxis, length_of
 from .trial_weights import varied
 
@@ -36,8 +38,6 @@ MIXING = (
 """Layers that mix tokens, or may, without an exchange over ranks."""
 TRIED = 256
 """Tokens of a sequence in the trial, or as many as all ranks can have parts of."""
-IGNORED = -100
-"""The label that torch's losses leave out by default."""
 COMPARED = 8
 """Tokens whose outputs are compared as one, so that others do not hide a difference at the ends of a rank's parts."""
 LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -45,6 +45,7 @@ LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1
 LARGEST_OF_LOSS = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the model's own loss; models of transformers compute it in fp32 in each mode. Other dtypes as of outputs."""
 LARGEST_OF_COUNT = 1e-6
+"""Of the count of that loss, relative to it; counts that are weights may be rounded."""
 LARGEST_OF_FLOAT8 = 0.25
 """The same where linear layers multiply in float8: its scales are of the largest element, which a part may not have.
 0.07 is measured for two blocks of GPT."""
@@ -72,6 +73,10 @@ class SequenceInputs:
     def whole(self) -> Iterator[None]:
         """A context in which the model's attention is that of one process."""
         yield
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs, in which what depends on a name is given by it."""
+        return args, dict(kwargs)
 
     def content(self, kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
         """What batches with inputs of the same names may differ in, so that each of these kinds is tried."""
@@ -156,6 +161,7 @@ class CutStage:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage computes for this rank's tokens."""
         if self.is_first:
+            args, kwargs = self.inputs.named(args, kwargs)
             length = length_of(args, kwargs)
             own_args, own_kwargs = self.inputs.cut(args, kwargs, length, self.axis)
         else:
@@ -183,7 +189,7 @@ class CutStage:
             is_new = bool(found_new)
         return is_new
 
-    @property
+    @cached_property
     def _gathers_weights(self) -> bool:
         """Whether FSDP2 shards the stage, or a module in it."""
         return self.context.config.parallel.data_axes.shard > 1 or any(map(is_unit, self.stage.modules()))

@@ -21,7 +21,8 @@ from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.cut_sequences import SequenceAxis, active, numbers_of
 from ..context_axis.sharded_stages import SequenceInputs
-from .model_output import IGNORED, call_options, calls_causal_loss, counting, has_given_loss, shifts_labels
+from ..tensor.sharded_loss import IGNORED
+from .model_output import call_options, calls_causal_loss, counting, has_given_loss, shifts_labels
 from .router_loss import ROUTERS, asks_for_loss
 
 NAME = "paramp_context"
@@ -85,6 +86,10 @@ class PretrainedInputs(SequenceInputs):
         finally:
             self._model.set_attn_implementation(NAME)
 
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {**dict(zip(list(self._parameters)[2:], args[1:], strict=False)), **kwargs}
+        return args[:1], {name: value for name, value in given.items() if value is not None}
+
     def content(self, kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
         mask = self.seen(kwargs)
         if mask is not None:  # padding, also before the first token, and packed documents that the mask counts
@@ -138,10 +143,7 @@ class PretrainedInputs(SequenceInputs):
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = list(self._parameters)[1:]
-        if len(args) > 1:
-            kwargs, args = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}, args[:1]
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        args, kwargs = self.named(args, kwargs)
         if "past_key_values" in kwargs:
             raise ConfigError(
                 f"inputs['past_key_values']: got {type(kwargs['past_key_values']).__name__}, expected none, because "
@@ -183,6 +185,7 @@ class PretrainedInputs(SequenceInputs):
                 labels = kwargs.get("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
                 found["shift_labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
             found["labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
+        names = list(self._parameters)[1:]
         return tuple(self._part(name, value, length, axis) for name, value in zip(names, args, strict=False)), found
 
     def _takes(self, name: str) -> bool:

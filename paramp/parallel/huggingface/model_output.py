@@ -17,11 +17,9 @@ from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
 from ..batch_outputs import summed
 from ..microbatches import Batch
+from ..tensor.sharded_loss import IGNORED
 from .router_loss import RouterLoss
 from .unpadded_tokens import MASK, masked_by
-
-IGNORED = -100
-"""The label of a token without a loss, in transformers."""
 
 
 def without_cache(model: nn.Module) -> nn.Module:

@@ -29,6 +29,9 @@ _reduction = take("torch.nn._reduction")
 
 tree_map_only = take("torch.utils._pytree.tree_map_only")
 
+IGNORED = -100
+"""The label that the losses of torch and transformers leave out by default."""
+
 
 @contextmanager
 def vocab_parallel_loss(*, others: bool = True, computes: bool = True) -> Iterator[None]:
@@ -90,7 +93,7 @@ def cross_entropy(
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED,
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
