@@ -69,10 +69,12 @@ class ExactFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         name, kwargs = func.__name__, kwargs or {}
-        if self._is_sharded and name != "__get__":
+        if name == "__get__":  # attributes: most of the calls, and none has bits
+            return func(*args, **kwargs)
+        if self._is_sharded:
             self._check_parameters(name, [*args, *kwargs.values()])
             self._check_features(name, args, kwargs)
-        if self._forwards.sees_parts and name not in ("__get__", *_OF_PARAMETERS):
+        if self._forwards.sees_parts and name not in _OF_PARAMETERS:
             self._check_tokens(name, [*args, *kwargs.values()])
         if name in names.SHAPES:
             return func(*args, **kwargs)
