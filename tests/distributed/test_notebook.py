@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,29 +102,21 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     warm.start()
     monkeypatch.setattr(sys, "executable", PYTHON)
     lock = threading.Lock()
-    for fn, ranks, kind, message in (
+    errors = (
+        (vanished, 2, paramp.LaunchError, "notebook: rank 1 ended with exit code 1 without an exception"),
         (len, 0, paramp.ConfigError, "ranks: got 0, expected an integer of 1 or more"),
         ("len", 2, paramp.ConfigError, "fn: got 'len', expected a function"),
         (lambda: lock, 1, paramp.ConfigError, "fn or its arguments cannot be sent.*TypeError: cannot pickle"),
         (threading.Lock, 1, paramp.ConfigError, "what fn returned on rank 0 cannot be sent back.*cannot pickle"),
         (sys.exit, 1, paramp.LaunchError, "rank 0 ended without returning"),
         (ended, 1, paramp.LaunchError, "notebook: rank 0 was ended by SIGKILL without an exception"),
-        (vanished, 2, paramp.LaunchError, "notebook: rank 1 ended with exit code 1 without an exception"),
         (stubborn, 1, paramp.LaunchError, "rank 0 failed: Stubborn: answer"),
-    ):
-        raised = []
-
-        def call(fn=fn, ranks=ranks, raised=raised):
-            try:
-                paramp.notebook(fn, ranks=ranks)
-            except Exception as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
+    )
+    with ThreadPoolExecutor(2) as threads:  # beside the first, whose other rank has 5 s to end
+        calls = [threads.submit(paramp.notebook, fn, ranks=ranks) for fn, ranks, *_ in errors]
+    for call, (*_, kind, message) in zip(calls, errors, strict=True):
         with pytest.raises(kind, match=message):
-            raise raised[0]
+            call.result()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(paramp.ConfigError, match=r'pip install "paramp\[notebook\]"'):
         paramp.notebook(len, ranks=1)

@@ -13,12 +13,16 @@ from torch.nn import functional as F
 
 import paramp
 
+STEPS = 2
+"""Of Muon's iteration, whose products in bf16 are slow on CPUs: a trial of the optimizer makes thousands."""
+
 
 class StackedMuon(torch.optim.Optimizer):
-    """That of docs/step.md."""
+    """That of docs/step.md; ``ns_steps``: of the iteration that orthogonalizes a matrix."""
 
-    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, ns_steps=5):
+        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -41,7 +45,7 @@ def split(model):
 def muon(model):
     vectors, matrices, stacks = split(model)
     adamw = torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)
-    return [StackedMuon(stacks, lr=0.02), torch.optim.Muon(matrices, lr=0.02), adamw]
+    return [StackedMuon(stacks, lr=0.02, ns_steps=STEPS), torch.optim.Muon(matrices, lr=0.02, ns_steps=STEPS), adamw]
 
 
 def lamb(model):
@@ -61,7 +65,10 @@ def one_process(make, steps):
     if make is muon:
         vectors, matrices, _ = split(model)
         matrices += [one for stack in experts.values() for one in stack]
-        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)]
+        optimizers = [
+            torch.optim.Muon(matrices, lr=0.02, ns_steps=STEPS),
+            torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4),
+        ]
     else:
         optimizers, experts = make(model), {}
     for step in range(steps):

@@ -21,6 +21,7 @@ LAYOUTS = {
 STEPS, EVERY = (24, 3) if WHOLE else (8, 2)
 START = COLD if WHOLE else {}
 SHORT = [] if WHOLE else ["--data", "README.md", "--batch-size", "4"]
+SLICES = [] if WHOLE else ["--set", "reproducible.slices=2"]
 OF_FOUR = [(layout, number) for number in range(10) for layout in ("pp2-tp2", "dp2-tp2")]
 RUNS = cases("chaos", [*OF_FOUR, ("dp2", 0)], [("dp2", 0)], 1)
 
@@ -84,7 +85,7 @@ MOVES = [("dp2-tp2", "pp2-tp2"), ("pp2-tp2", "1"), ("dp2-zero1", "tp2"), ("tp2",
 
 def reproducible(place, folder):
     processes, options = PLACES[place]
-    options = [*options, "--reproducible", "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
+    options = [*options, "--reproducible", *SLICES, "--checkpoint-every", str(EVERY), "--checkpoint-dir", str(folder)]
     return torchrun_command(processes, *TINY, *SHORT, *options, "--steps", str(STEPS))
 
 

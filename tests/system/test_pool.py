@@ -39,7 +39,8 @@ def works(world):
         (dies_on_rank_zero, "rank 0 of 2 failed first:\nthe process died"),
     ],
 )
-def test_a_failure_names_the_rank_and_the_next_test_runs(body, message):
+def test_a_failure_names_the_rank_and_the_next_test_runs(body, message, monkeypatch):
+    monkeypatch.setattr("pool.GRACE", 0.5)
     with pytest.raises(AssertionError, match=message):
         body()
     works()

@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -219,11 +220,13 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once(layout, culprit
 
 def test_an_exception_in_a_users_script_is_printed_once():
     """Under torchrun, whose report has its message too; and of a rank that fails after the others have ended."""
-    result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=240)
+    with ThreadPoolExecutor(1) as runs:  # beside the other one, in which a rank has 5 s to end
+        late = runs.submit(python, "tests/support/scripts/fails_after_the_others_are_done.py", timeout=240)
+        result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=240)
     assert result.returncode != 0
     text, _, of_torchrun = result.stderr.partition("ChildFailedError")
     assert [part.count("ValueError: my own mistake") for part in (text, of_torchrun)] == [1, 1], result.stderr
     assert "Connection" not in result.stderr, result.stderr
-    result = python("tests/support/scripts/fails_after_the_others_are_done.py", timeout=240)
+    result = late.result()
     assert result.returncode != 0
     assert result.stderr.count("ValueError: disk full on rank 1") == 1, result.stderr

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from commands import PYTHON, ROOT, python, start, succeeded
@@ -72,21 +73,22 @@ def test_each_rank_runs_the_script_in_the_layout_of_the_flags(script, module, tm
 
 
 def test_the_exit_code_is_the_scripts_and_the_error_of_the_rank_that_failed_comes_last(script):
-    result = python(*RUN, script, "--tp", "2", "exit")
-    assert result.returncode == 7
-    assert re.fullmatch(r"error: rank [01] ended with exit code 7\n", result.stderr), result.stderr
-    result = python(*RUN, script, "--tp", "2", "1")  # without a word, as other libraries end a process
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1] == "error: rank 1 ended with exit code 1", result.stderr
-    result = python(*RUN, script, "--tp", "2", "abort")
-    assert re.search("error: rank 1 was ended by SIGABRT; if gloo .*DETAIL, .*\\n$", result.stderr), result.stderr
-    result = python(*RUN, script, "--tp", "2", "fail")
-    assert result.returncode == 1
-    assert result.stderr.count("Traceback") == 1, result.stderr
-    assert result.stderr.strip().endswith("ValueError: my own mistake"), result.stderr
-    result = python(*RUN, script, "--tp", "2", "die")
-    assert result.returncode == 128 + signal.SIGKILL
-    assert result.stderr.strip().splitlines()[-1] == "error: rank 1 was ended by SIGKILL", result.stderr
+    def ended(what):
+        return python(*RUN, script, "--tp", "2", what)
+
+    exited = ended("exit")
+    with ThreadPoolExecutor(4) as runs:  # at once: the rank that is left has 5 s to end
+        silent, aborted, failed, killed = runs.map(ended, ("1", "abort", "fail", "die"))
+    assert exited.returncode == 7
+    assert re.fullmatch(r"error: rank [01] ended with exit code 7\n", exited.stderr), exited.stderr
+    assert silent.returncode == 1  # without a word, as other libraries end a process
+    assert silent.stderr.strip().splitlines()[-1] == "error: rank 1 ended with exit code 1", silent.stderr
+    assert re.search("error: rank 1 was ended by SIGABRT; if gloo .*DETAIL, .*\\n$", aborted.stderr), aborted.stderr
+    assert failed.returncode == 1
+    assert failed.stderr.count("Traceback") == 1, failed.stderr
+    assert failed.stderr.strip().endswith("ValueError: my own mistake"), failed.stderr
+    assert killed.returncode == 128 + signal.SIGKILL
+    assert killed.stderr.strip().splitlines()[-1] == "error: rank 1 was ended by SIGKILL", killed.stderr
 
 
 def test_an_interrupt_ends_all_ranks(script):
