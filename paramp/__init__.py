@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .base.errors import CheckpointError, ConfigError, DataError, LaunchError, ReplicaDrift, TrainingDiverged
     from .config.schema import Config
     from .distributed.context import ParallelContext, get_context
-    from .distributed.launch_functions import (
+    from .distributed.launch_from_torch_mpi_slurm import (
         launch,
         launch_from_environment,
         launch_from_openmpi,
@@ -91,7 +91,7 @@ _HOMES = {
     "base.errors": "CheckpointError ConfigError DataError LaunchError ReplicaDrift TrainingDiverged",
     "config.schema": "Config",
     "distributed.context": "ParallelContext get_context",
-    "distributed.launch_functions": (
+    "distributed.launch_from_torch_mpi_slurm": (
         "launch launch_from_environment launch_from_openmpi launch_from_slurm launch_from_torch start_heartbeat"
     ),
     "distributed.notebook": "notebook",

@@ -17,7 +17,7 @@ from paramp.base.user_values import build, keys
 from paramp.compat import key_advice
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
-from paramp.distributed.agreement import first_difference
+from paramp.distributed.agreed_arguments import first_difference
 from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
 from paramp.models.presets import choose
 from paramp.tools.flags import LAYOUT, PRECISION, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested

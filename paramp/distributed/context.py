@@ -157,8 +157,8 @@ class ParallelContext:
 
         Args:
             mesh: of all ranks of the world, with a name for each axis.
-            config: as for :func:`~paramp.distributed.launch_functions.launch_from_torch`; the mesh gives the sizes in
-                ``parallel``.
+            config: as for :func:`~paramp.distributed.launch_from_torch_mpi_slurm.launch_from_torch`; the mesh gives
+                the sizes in ``parallel``.
             roles: usual names (``pp``, ``tp``, ``dp``, ``ddp``, ``dp_replicate``, ``dp_shard``, ``fsdp``, ``cp``,
                 ``ep``) of axes that have others, or another meaning: ``{"model": "tp"}``. At most one axis of a role.
 

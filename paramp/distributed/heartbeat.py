@@ -30,7 +30,7 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
 from .first_failure import LOST, SECONDS_OF_GRACE, end_process, linger, mark_as_echo, write_stderr
-from .rank_progress import SAVE, SETUP, PhaseTracker, ProgressRecord, paused
+from .phase_of_rank import SAVE, SETUP, PhaseTracker, ProgressRecord, paused
 from .rendezvous import read_all
 
 REPORT = "failure_report"

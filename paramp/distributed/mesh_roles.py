@@ -38,7 +38,7 @@ from ..config.files import load, read_file
 from ..config.layout import DataConfig
 from ..config.schema import Config
 from ..scaling.copies_per_element import ROLES, Role
-from .agreement import Call, agreed_call, shared_settings
+from .agreed_arguments import Call, agreed_call, shared_settings
 
 expect("torch.distributed.distributed_c10d")
 

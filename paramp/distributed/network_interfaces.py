@@ -13,7 +13,7 @@ import struct
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from .agreement import agree
+from .agreed_arguments import agree
 
 
 def own_hosts() -> list[str]:

@@ -21,7 +21,7 @@ from torch import nn
 from ..base.observer_spans import Observer, span
 from ..base.wrapped_models import class_name
 from ..config.schema import Config
-from ..distributed.rank_progress import BATCH
+from ..distributed.phase_of_rank import BATCH
 from ..observe.grad_histogram import GradientHistogram, histogram_of
 from ..observe.replica_check import Difference, Replicas
 from ..observe.timeline import Timeline, recording

@@ -25,7 +25,7 @@ from ..base.observer_spans import STEP
 from ..base.torch_internals import expect
 from ..distributed.context import BATCH_ROLES, ParallelContext
 from ..distributed.first_failure import SECONDS_OF_GRACE, is_lost_connection
-from ..distributed.rank_progress import SAVE, WAITING
+from ..distributed.phase_of_rank import SAVE, WAITING
 from ..scaling.step_decision import HostCopy
 
 expect("torch.distributed.distributed_c10d")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
 from ..base.trees import map_tensors, tensors
-from ..distributed.rank_progress import BATCH
+from ..distributed.phase_of_rank import BATCH
 from ..observe.nonfinite_hooks import Tracer
 from ..observe.recorded_window import RecordedBatch
 from ..parallel.batch_outputs import broadcast_tree, join

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
-from ..parallel.expert_axis import ExpertParallel, dispatched, no_rows, problem_of
+from ..parallel.expert_dispatch import ExpertParallel, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
 from .gradient_taps import Tap
 from .running_forwards import Forwards

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough
-from ..parallel.tensor.sharded_linear import (
+from ..parallel.tensor.colwise_and_rowwise import (
     SEQUENCE,
     Colwise,
     PackedColwise,

@@ -20,8 +20,8 @@ from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.module_surgery import replace_forward, run_within, unbound, with_parameters
 from ..base.uncompiled import unwatched
+from ..parallel.tensor.colwise_and_rowwise import distribute, distribute_packed, is_conv1d, look_up
 from ..parallel.tensor.differentiable_collectives import as_shards, gather, local_shard, own_slice
-from ..parallel.tensor.sharded_linear import distribute, distribute_packed, is_conv1d, look_up
 from .exact_layout import ExactLayout
 from .running_forwards import Forwards
 from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices

@@ -21,7 +21,7 @@ from ..base.dtensor import local
 from ..base.errors import require
 from ..base.wrapped_models import is_compiled, is_ddp, is_unit, unwrapped
 from ..config.schema import Config
-from ..distributed.agreement import Call, agreed_call
+from ..distributed.agreed_arguments import Call, agreed_call
 from ..distributed.context import ParallelContext, required_context
 from ..parallel.fsdp.fsdp2_internals import drop_gradients, gathered, groups, held, reset
 from ..pipeline.joined_stages import Joined

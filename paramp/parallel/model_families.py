@@ -68,7 +68,7 @@ class ModelAdapter:
         """
         if size == 1:
             return {}
-        from .expert_axis import ExpertParallel, check_none_replicated
+        from .expert_dispatch import ExpertParallel, check_none_replicated
 
         styles = self.resolved_experts(plan)
         if not styles:

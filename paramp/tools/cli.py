@@ -159,8 +159,8 @@ def run_verify(given: argparse.Namespace) -> int:
     import json
 
     from .flags import flag_settings
-    from .verify.launch import verify
     from .verify.options import FLAGS, Options
+    from .verify.two_runs import verify
 
     out = None if given.json is None else user_path(given.json)
     if out and not out.parent.is_dir():

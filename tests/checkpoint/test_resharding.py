@@ -12,7 +12,7 @@ from small_engines import assert_same_checkpoints, assert_same_tensors, engine_o
 from torch import nn
 
 import paramp
-from paramp.parallel.tensor.sharded_linear import PackedRowwise
+from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
 LAYOUTS = {

@@ -18,7 +18,7 @@ import paramp
 from paramp.distributed import first_failure, heartbeat
 from paramp.distributed.first_failure import Departures, ending_in_time
 from paramp.distributed.heartbeat import Beat, Heartbeat, LivenessMonitor
-from paramp.distributed.rank_progress import SETUP, ProgressRecord
+from paramp.distributed.phase_of_rank import SETUP, ProgressRecord
 
 # ----------------------------------------------------------------------------- ranks of their own, on a shared clock
 

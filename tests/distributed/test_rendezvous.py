@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from paramp.base.errors import LaunchError
 from paramp.distributed import mpi_rendezvous
-from paramp.distributed.agreement import agree
+from paramp.distributed.agreed_arguments import agree
 
 
 class Requests:

@@ -8,7 +8,7 @@ from small_engines import each_raises
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.distributed import launch_functions
+from paramp.distributed import launch_from_torch_mpi_slurm
 from paramp.distributed.numerics_protocol import numerics_of
 from paramp.exact.exact_numerics import VARIABLE, choose_workspace
 
@@ -32,7 +32,7 @@ def test_a_launch_sets_the_workspace_before_cuda_begins(unset, monkeypatch, devi
         found.append(os.environ.get(VARIABLE))
         raise CudaBegins
 
-    monkeypatch.setattr(launch_functions, "_set_device", set_device)
+    monkeypatch.setattr(launch_from_torch_mpi_slurm, "_set_device", set_device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(CudaBegins):
         paramp.launch_from_torch({"reproducible": reproducible}, device=device)

@@ -15,7 +15,7 @@ import paramp
 from paramp.base import loop_sizes
 from paramp.compat import foreign_names
 from paramp.parallel.materialize import materialize
-from paramp.parallel.tensor.sharded_linear import PackedRowwise
+from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 from paramp.precision import modes
 from paramp.precision.modes import PRESETS
 

@@ -22,7 +22,7 @@ from trainer_runs import hide
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.base.optional_packages import PackageStatus, find_transformer_engine
-from paramp.parallel.tensor.sharded_linear import PackedColwise, PackedRowwise
+from paramp.parallel.tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor.styles import STYLES
 from paramp.precision.capabilities import find_library

@@ -184,7 +184,7 @@ FLAT, STAGE = "paramp.optim", "paramp.pipeline.stage.Stage.forward"
 SUM = f"{FLAT}.gradient_reduction._sum_over_data_ranks"
 SCALED = "paramp.engine.accumulation_window.WindowLosses.scaled"
 TIES = f"{FLAT}.flat_gradients.sum_tied_gradients"
-LINEAR = "paramp.parallel.tensor.sharded_linear"
+LINEAR = "paramp.parallel.tensor.colwise_and_rowwise"
 CONTEXT = "paramp.parallel.context_axis"
 
 DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
-from paramp.distributed import heartbeat, launch_functions
+from paramp.distributed import heartbeat, launch_from_torch_mpi_slurm
 from paramp.distributed.first_failure import LOST
 from paramp.distributed.heartbeat import Heartbeat
 
@@ -90,7 +90,7 @@ class SharedClock:
                 for thread in threads:  # which on a busy machine takes longer than a program would wait
                     thread.join(60)
 
-        launch_functions.Heartbeat = OnThisClock  # type: ignore[misc]
+        launch_from_torch_mpi_slurm.Heartbeat = OnThisClock  # type: ignore[misc]
         heartbeat.time = SimpleNamespace(monotonic=self.now, sleep=sleep)  # type: ignore[assignment]
         heartbeat.linger = linger  # type: ignore[assignment]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from planted_defects import planted
 from pool import run_on_ranks
 
-from paramp.tools.verify import launch
+from paramp.tools.verify import two_runs
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.report import Report
 
@@ -17,7 +17,7 @@ from paramp.tools.verify.report import Report
 def run(world, folders: Sequence[Path], run: str, defect: str | None) -> list[int]:
     """One rank of a run for the options in each folder."""
     with planted(defect if run == "sharded" else None):
-        return [launch.main(folder, run) for folder in folders]
+        return [two_runs.main(folder, run) for folder in folders]
 
 
 def reports(every: Sequence[Options], defect: str | None = None, tolerance: float | None = None) -> list[Report]:
@@ -32,7 +32,7 @@ def reports(every: Sequence[Options], defect: str | None = None, tolerance: floa
             given = {"folders": folders, "run": name, "defect": defect}
             for codes in run_on_ranks(number, __name__, "run", given):
                 assert not any(codes), codes
-        return [launch.compare_runs(*pair, tolerance) for pair in zip(every, folders, strict=True)]
+        return [two_runs.compare_runs(*pair, tolerance) for pair in zip(every, folders, strict=True)]
 
 
 def report_of(options: Options, defect: str | None = None) -> Report:

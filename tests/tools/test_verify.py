@@ -25,8 +25,8 @@ from paramp.tools.cli import main
 from paramp.tools.verify import options
 from paramp.tools.verify.activation_recorder import RankRecord
 from paramp.tools.verify.compare import compare, distance, joined, rounding
-from paramp.tools.verify.launch import replay, train
 from paramp.tools.verify.options import Options, configure
+from paramp.tools.verify.two_runs import replay, train
 from paramp.tools.verify.user_code import load_attribute
 
 MSE = "torch.nn.functional:mse_loss"

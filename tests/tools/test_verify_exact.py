@@ -19,10 +19,10 @@ from paramp.exact.verify_bits.bits_report import ExactReport
 from paramp.exact.verify_bits.compare_bits import compare_exactly, different
 from paramp.exact.verify_bits.tensor_trace import Entry, Key
 from paramp.tools.cli import main
-from paramp.tools.verify import launch
+from paramp.tools.verify import two_runs
 from paramp.tools.verify.activation_recorder import RankRecord
-from paramp.tools.verify.launch import compare_runs
 from paramp.tools.verify.options import Options, configure
+from paramp.tools.verify.two_runs import compare_runs
 from paramp.tools.verify.user_code import build_model
 
 SAMPLES = 4
@@ -47,7 +47,7 @@ LAYOUTS = {
 def run(world, folder, run):
     """One rank of a run, with what :mod:`faults` plants."""
     with faults.planted():
-        return launch.main(folder, run)
+        return two_runs.main(folder, run)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_fault_of_one_ulp_on_one_rank_is_named(name, verify):
 def test_the_command_prints_the_report_and_exits_with_0_or_1(tmp_path, monkeypatch):
     equal = ExactReport("tp2", "16-mixed", 3, None)
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "verify", lambda options, tolerance: equal)
+        patch.setattr(two_runs, "verify", lambda options, tolerance: equal)
         assert main(["verify", "a:b", "--exact"]) == 0
     settings, written = tmp_path / "own.toml", tmp_path / "report.json"
     settings.write_text('[FAULT]\nkind = "backward"\nrank = 1\nname = "blocks.0.mlp.down"\nnth = 1\n')

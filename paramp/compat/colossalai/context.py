@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from ...distributed import launch_functions
+from ...distributed import launch_from_torch_mpi_slurm
 from ...distributed.context import ParallelContext
 
 Launch = TypeVar("Launch", bound=Callable[..., ParallelContext])
@@ -48,7 +48,7 @@ def _with_verbose(launch: Launch) -> Launch:
     return cast(Launch, launching)
 
 
-launch = _with_verbose(launch_functions.launch)
-launch_from_openmpi = _with_verbose(launch_functions.launch_from_openmpi)
-launch_from_slurm = _with_verbose(launch_functions.launch_from_slurm)
-launch_from_torch = _with_verbose(launch_functions.launch_from_torch)
+launch = _with_verbose(launch_from_torch_mpi_slurm.launch)
+launch_from_openmpi = _with_verbose(launch_from_torch_mpi_slurm.launch_from_openmpi)
+launch_from_slurm = _with_verbose(launch_from_torch_mpi_slurm.launch_from_slurm)
+launch_from_torch = _with_verbose(launch_from_torch_mpi_slurm.launch_from_torch)

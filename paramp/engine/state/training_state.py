@@ -29,7 +29,7 @@ from ...checkpoint.chunks import Chunk
 from ...checkpoint.header import MODEL, Header
 from ...checkpoint.open_checkpoint import open_together
 from ...config.schema import flatten
-from ...distributed.rank_progress import SAVE
+from ...distributed.phase_of_rank import SAVE
 from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler

@@ -15,8 +15,8 @@ from ...config.schema import Config
 from ...distributed.context import ParallelContext
 from ...tools.verify.activation_recorder import RankRecord, local_modules
 from ...tools.verify.compare import layout_name
-from ...tools.verify.launch import digest_of, local_rows, prepared
 from ...tools.verify.options import Options
+from ...tools.verify.two_runs import digest_of, local_rows, prepared
 from .bits_report import ExactReport
 from .compare_bits import compare_exactly
 from .exact_recorder import ExactRecorder

@@ -110,7 +110,7 @@ def _keys(layer: nn.Module, own: str) -> list[str]:
 
 def _are_whole(style: ParallelStyle) -> tuple[bool, bool]:
     """Whether the input and the output of a layer with ``style`` are replicated over the tensor axis."""
-    from ..tensor.sharded_linear import PackedColwise, PackedRowwise
+    from ..tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
     from ..tensor.styles import PartialGradient
 
     if isinstance(style, PartialGradient):

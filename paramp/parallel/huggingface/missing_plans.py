@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..tensor.sharded_linear import PackedColwise, PackedRowwise
+from ..tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from ..tensor.styles import LocalHeads
 
 

@@ -8,8 +8,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...base.errors import ConfigError
 from ...base.module_surgery import matches
+from ..tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from ..tensor.expert_slices import ExpertSlices
-from ..tensor.sharded_linear import PackedColwise, PackedRowwise
 from ..tensor.sharding_plan import Plan
 from .missing_plans import tensor_entries
 

@@ -6,7 +6,7 @@ rowwise layers. So one sum over tensor ranks follows, of each token's output, in
     tokens, weights ─► enter ─► this rank's slice of every expert ─► sum over tensor ranks
 
 With an expert axis a rank has slices of some experts only, and tokens travel to them between ranks with the same
-slices (:mod:`paramp.parallel.expert_axis`). The sum follows their way back: it is of tokens, fewer than rows.
+slices (:mod:`paramp.parallel.expert_dispatch`). The sum follows their way back: it is of tokens, fewer than rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, with_parameters
 from ...base.torch_internals import take
 from ...base.uncompiled import uncompiled
-from ..expert_axis import have_part, output_of_all
+from ..expert_dispatch import have_part, output_of_all
+from .colwise_and_rowwise import distribute, distribute_packed
 from .differentiable_collectives import enter, local_shard, on_first_rank, sum_over_ranks
-from .sharded_linear import distribute, distribute_packed
 
 tree_map = take("torch.utils._pytree.tree_map")
 

@@ -25,8 +25,8 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
 from ..shape_errors import PLAN_ENTRY
+from .colwise_and_rowwise import Colwise, PackedColwise, Rowwise
 from .expert_slices import ExpertSlices
-from .sharded_linear import Colwise, PackedColwise, Rowwise
 from .styles import STYLES, PartialGradient, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]

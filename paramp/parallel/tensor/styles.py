@@ -18,10 +18,8 @@ from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import run_within, with_parameters
 from ...distributed.tensor_random import replicated_random, sharded_random
-from ..expert_axis import ExpertParallel
-from .differentiable_collectives import gather, local_shard, own_slice
-from .expert_slices import ExpertSlices
-from .sharded_linear import (
+from ..expert_dispatch import ExpertParallel
+from .colwise_and_rowwise import (
     SEQUENCE,
     Colwise,
     PackedColwise,
@@ -29,6 +27,8 @@ from .sharded_linear import (
     Rowwise,
     distribute,
 )
+from .differentiable_collectives import gather, local_shard, own_slice
+from .expert_slices import ExpertSlices
 
 
 class ShardedRandom(ParallelStyle):

@@ -48,7 +48,7 @@ class RankRecord:
     """The names of this rank's modules, with all names of shared ones."""
     packed: list[int] = field(default_factory=list)
     """The numbers of blocks (such as 3 for query, key and value) in layers that shard each block separately
-    (:class:`paramp.parallel.tensor.sharded_linear.PackedColwise`)."""
+    (:class:`paramp.parallel.tensor.colwise_and_rowwise.PackedColwise`)."""
     replicas: list[str] = field(default_factory=list)
     """What differed between replicas after a step, the same on every rank."""
     random_in: str | None = None

@@ -30,8 +30,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, replace_forward, with_parameters
 from ..base.uncompiled import uncompiled
 from .stacked_experts import SEE_ROWS, num_experts
+from .tensor.colwise_and_rowwise import distribute
 from .tensor.differentiable_collectives import local_shard
-from .tensor.sharded_linear import distribute
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Experts of this rank: of rows (rows, features), the router's weight of each (rows,), and their numbers (ranks,

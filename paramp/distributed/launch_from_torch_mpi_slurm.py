@@ -17,7 +17,7 @@ from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
 from ..config.command_layout import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
-from .agreement import Call, agree, agree_on_config, agreed_call
+from .agreed_arguments import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, report_errors, required_context
 from .heartbeat import Heartbeat
 from .launcher_variables import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place

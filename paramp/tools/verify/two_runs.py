@@ -1,7 +1,7 @@
 """``paramp verify``: the two runs on this machine, and their comparison.
 
-Each rank is ``python -m paramp.tools.verify.launch FOLDER RUN``. It trains the user's model for a few steps and writes
-a :class:`RankRecord` into the folder, one file a rank.
+Each rank is ``python -m paramp.tools.verify.two_runs FOLDER RUN``. It trains the user's model for a few steps and
+writes a :class:`RankRecord` into the folder, one file a rank.
 """
 
 import copy
@@ -25,7 +25,7 @@ from ...base.errors import ConfigError, require
 from ...base.trees import tensors
 from ...distributed.context import ParallelContext
 from ...distributed.error_report import report_failure
-from ...distributed.launch_functions import launch_from_environment
+from ...distributed.launch_from_torch_mpi_slurm import launch_from_environment
 from ...distributed.local_launcher import start_processes
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
@@ -66,7 +66,7 @@ def verify(options: Options, tolerance: float | None = None) -> AnyReport | int:
         folder = Path(name)
         (folder / "options.json").write_text(json.dumps(asdict(options)), encoding="utf-8")
         for run, size in sizes.items():
-            code = start_processes([sys.executable, "-m", "paramp.tools.verify.launch", name, run], size)
+            code = start_processes([sys.executable, "-m", "paramp.tools.verify.two_runs", name, run], size)
             if code:
                 print(f"error: the {run} run failed ({size} process{'es' if size > 1 else ''})", file=sys.stderr)
                 return 2 if code == 2 else 1
