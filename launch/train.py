@@ -42,7 +42,7 @@ from train_app.reporter import (
 from train_app.settings import NORMS, Job, TrainConfig, all_settings, check_same, configure
 
 import paramp
-from paramp.base.user_values import user_path
+from paramp.base.values_checked_by_type import user_path
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.distributed.error_report import report_failure
 from paramp.distributed.launcher_variables import find_place

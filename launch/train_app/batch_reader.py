@@ -15,7 +15,7 @@ from paramp import ConfigError, DataError, Engine, ParallelContext
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import require
 from paramp.checkpoint.header import Header
-from paramp.distributed.numerics_protocol import numerics_of
+from paramp.distributed.exact_mode_protocol import numerics_of
 
 from .corpus import Corpus, held_out_windows, load_corpus, training_windows
 from .settings import TrainConfig

@@ -34,7 +34,7 @@ import numpy as np
 
 from paramp import ConfigError
 from paramp.base.errors import nearest
-from paramp.base.user_values import user_path
+from paramp.base.values_checked_by_type import user_path
 
 from .text import Encoder, TextFiles, find_text, is_held_out, read_text, split_by_name, why_not_text
 from .tokens import ArrayTokens, FileTokens, TokenSource

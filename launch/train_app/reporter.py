@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 
 from paramp import ConfigError, Metrics, ParallelContext
-from paramp.base.user_values import user_path
+from paramp.base.values_checked_by_type import user_path
 from paramp.config.files import load
 from paramp.tools.metrics import Hook, set_aside
 from paramp.tools.run_events import Finding

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from paramp import Config, ConfigError, algorithms
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import key_name, nearest, require, shown
-from paramp.base.user_values import build, keys
+from paramp.base.values_checked_by_type import build, keys
 from paramp.compat import key_advice
 from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from paramp import ConfigError
-from paramp.base.user_values import user_path
+from paramp.base.values_checked_by_type import user_path
 
 from .tokens import Tokens
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from ..distributed.context import ParallelContext
 from .chunks import Chunk, TensorSlice
 from .json_codec import encode

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .atomic_dir import HEADER, MANIFEST, PARTIAL, make_folder, new_folder, publish, publish_file, unnamed
 from .header import MODEL, StoredSlice, StoredTensor, write_header
 from .open_checkpoint import OpenCheckpoint

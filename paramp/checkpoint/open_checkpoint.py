@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..base import loop_sizes
+from ..base import memory_block_sizes
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .atomic_dir import HEADER, MANIFEST, Written, lock, parse_manifest, replaced
 from .header import Header, parse_header
 from .safetensors_io import TensorFile
@@ -113,7 +113,7 @@ class OpenCheckpoint:
             return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
-            while data := os.pread(descriptor, loop_sizes.CHECKED_READ, position):
+            while data := os.pread(descriptor, memory_block_sizes.CHECKED_READ, position):
                 digest.update(data)
                 position += len(data)
         except OSError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError, key_name, nearest, shown
-from ..base.user_values import convert
+from ..base.values_checked_by_type import convert
 from ..config.schema import Config
 from ..precision.modes import PRESETS, Precision, as_dtype
 from ..scaling.loss_scaling_options import LossScaling

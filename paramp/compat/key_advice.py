@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError, one_line, shown
-from ..base.user_values import keys
+from ..base.values_checked_by_type import keys
 from ..config.files import merge
 from ..config.schema import Config
 from .foreign_keys import NAMES, OFF, OUT, TOP, ByValue, Given

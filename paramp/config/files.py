@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..base.errors import ConfigError, one_line, shown
-from ..base.user_values import build, keys, user_path
+from ..base.values_checked_by_type import build, keys, user_path
 from ..precision.modes import FOREIGN_NAMES, Precision
 from .schema import Config
 

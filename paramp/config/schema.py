@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ..base.errors import nearest, one_line, require, shown
-from ..base.user_values import UNLISTED, convert, keys
+from ..base.values_checked_by_type import UNLISTED, convert, keys
 from ..precision.modes import STORAGE, Precision
 from .layout import ParallelConfig
 from .reproducible import MODES, Reproducible, is_power_of_two

@@ -15,15 +15,15 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
-from ..config.command_layout import load_in_layout
+from ..config.layout_of_run_command import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
 from .agreed_arguments import Call, agree, agree_on_config, agreed_call
 from .context import ParallelContext, report_errors, required_context
+from .exact_mode_protocol import numerics_of
 from .heartbeat import Heartbeat
 from .launcher_variables import LauncherRank, find_place, group_place, has_agent, mpi_place, slurm_place, torchrun_place
 from .mpi_rendezvous import meet_by_mpi
 from .network_interfaces import choose_interface
-from .numerics_protocol import numerics_of
 from .rendezvous import host_store, join_store, meet
 
 expect("torch.distributed.distributed_c10d")

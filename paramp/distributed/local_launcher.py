@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ..config.command_layout import VARIABLE
+from ..config.layout_of_run_command import VARIABLE
 from .first_failure import ERROR_FILE
 from .rendezvous import host_store
 
@@ -43,7 +43,7 @@ def start_processes(
     SIGTERM, and give them time to save; a second one kills them. They are left alone if this is not the main thread.
 
     Args:
-        layout: for the launch functions of the ranks (:data:`paramp.config.command_layout.VARIABLE`).
+        layout: for the launch functions of the ranks (:data:`paramp.config.layout_of_run_command.VARIABLE`).
         unreported: gets the rank that ended with an error of which it has said nothing, and how it ended.
     """
     # Hosted here, the store outlives every rank, so that the last of them can still read which failed first.

@@ -5,8 +5,8 @@ do not. It ends after ``gradient_accumulation`` calls of ``step()``, or with few
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near the counts (:mod:`.loss_counts`), and the step corrects for
-the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+``(sum, count)`` is also divided by a power of two near the counts (:mod:`.divisor_of_loss_sums`), and the step
+corrects for the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from ..base.collectives import all_reduce_
 from ..base.errors import CheckpointError
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.rng import random_states
 from ..observe.recorded_window import RecordedBatch, WindowRecord
 from ..optim.flat_gradients import FlatGradients
@@ -30,7 +30,7 @@ from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.step_decision import mixes_kinds
 from . import user_backward
-from .loss_counts import CountUnit, Loss
+from .divisor_of_loss_sums import CountUnit, Loss
 from .shared_failure import SAME_KIND, SharedFailure
 from .unstepped_batches import BY_HAND, CHANGED, NO_BACKWARD, UnsteppedBatches
 

@@ -15,15 +15,15 @@ from ..base.errors import ConfigError
 from ..base.observer_spans import Observer, begin_call, span
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..observe.same_data import SameBatches
 from ..optim.flat_weights import FlatWeights
-from ..parallel.batch_outputs import loss_in, summed
+from ..parallel.loss_and_outputs_of_batch import loss_in, summed
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, moved
 from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
-from .loss_counts import Criterion, Loss, as_count
+from .divisor_of_loss_sums import Criterion, Loss, as_count
 from .model_plan import sequence_axis
 
 if TYPE_CHECKING:

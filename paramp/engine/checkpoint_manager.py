@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError, require
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
 from .engine import Engine

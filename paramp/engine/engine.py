@@ -33,7 +33,7 @@ from ..scaling.loss_scaling_options import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .accumulation_window import AccumulationWindow, WindowLosses
 from .batch_runner import CheckedCriterion, EngineContext, OwnLoss
-from .loss_counts import Criterion, Loss
+from .divisor_of_loss_sums import Criterion, Loss
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks

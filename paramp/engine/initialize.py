@@ -26,15 +26,15 @@ from torch.utils.data import DataLoader
 from ..data.dataloader import shard_loaders
 from ..data.loader_position import ShardedLoader
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics, numerics_of
+from ..distributed.exact_mode_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
+from .divisor_of_loss_sums import Criterion
 from .engine import Engine
-from .local_model import LocalModel, make_local
-from .loss_counts import Criterion
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
+from .model_of_this_rank import LocalModel, make_local
 from .model_plan import ModelPlan, plan_model
 from .state.model_tensors import ParamChunks
 from .user_arguments import (

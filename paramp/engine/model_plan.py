@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..optim.user_optimizer import check_optimizers, check_same_settings
 from ..parallel.activation_checkpointing import CheckpointedBlocks, repeated_blocks
 from ..parallel.compiled_blocks import CompiledBlocks
@@ -92,7 +92,7 @@ def plan_model(
     adapter.move_biases()
     check_stages(stages, context)
     if (axis := sequence_axis(context, numerics)) is not None:
-        from ..parallel.context_axis.sharded_stages import shard_stages
+        from ..parallel.context_axis.stages_on_cut_sequences import shard_stages
 
         inputs = adapter.sequence_inputs()
         inputs.check(model, len(stages))

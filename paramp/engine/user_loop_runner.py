@@ -20,13 +20,13 @@ from ..base.trees import map_tensors, tensors
 from ..distributed.phase_of_rank import BATCH
 from ..observe.nonfinite_hooks import Tracer
 from ..observe.recorded_window import RecordedBatch
-from ..parallel.batch_outputs import broadcast_tree, join
 from ..parallel.expert_balance import EACH_ONCE, announcing
+from ..parallel.loss_and_outputs_of_batch import broadcast_tree, join
 from ..parallel.microbatches import Batch
 from .accumulation_window import LossTotals
 from .batch_runner import BatchRunner, Seen, no_loss
+from .divisor_of_loss_sums import Loss, as_count
 from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
-from .loss_counts import Loss, as_count
 from .shared_failure import SharedFailure
 
 IN_A_STEP = (

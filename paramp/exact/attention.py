@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ..base.errors import ConfigError
 from ..base.torch_internals import expect
 from .elementwise import expanded, with_contiguous_gradient
-from .slices import compute_dtype
+from .sums_over_slices import compute_dtype
 
 expect("torch._safe_softmax")
 

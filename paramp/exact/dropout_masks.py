@@ -13,7 +13,7 @@ import torch
 from ..base.errors import ConfigError
 from ..distributed.rng import derive_seed
 from ..distributed.tensor_random import in_replicated_random, in_sharded_random
-from .running_forwards import Forwards
+from .forwards_in_microchunk import Forwards
 
 
 class Masks:

@@ -26,10 +26,10 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
 from ..parallel.expert_dispatch import ExpertParallel, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
+from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
-from .running_forwards import Forwards
-from .sliced_styles import parameters_of
-from .slices import aligned
+from .styles_of_sliced_layers import parameters_of
+from .sums_over_slices import aligned
 
 
 class ExactExperts(ExpertParallel):

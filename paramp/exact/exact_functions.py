@@ -22,10 +22,10 @@ from ..base.torch_internals import expect, redispatch_function
 from ..distributed.token_positions import ACTIVE
 from . import attention as products
 from . import covered_functions as names
-from .divided_features import check_broadcast, divided_features
+from .calls_that_divide_features import check_broadcast, divided_features
 from .dropout_masks import Masks
 from .elementwise import elementwise, expanded, gated, with_expanded_operands
-from .running_forwards import Forwards
+from .forwards_in_microchunk import Forwards
 
 if TYPE_CHECKING:
     from .exact_sequence_axis import ExactSequenceAxis

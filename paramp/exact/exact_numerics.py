@@ -1,4 +1,4 @@
-"""The exact mode as the rest of the package sees it: :class:`~paramp.distributed.numerics_protocol.Numerics`."""
+"""The exact mode as the rest of the package sees it: :class:`~paramp.distributed.exact_mode_protocol.Numerics`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..base.module_surgery import PassThrough
 from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..engine.accumulation_window import AccumulationWindow
 from ..engine.state.model_tensors import ParamChunks
 from ..optim.choose_step import why_not_fused
@@ -31,11 +31,11 @@ from ..pipeline.stage import Stages
 from .dropout_masks import Masks
 from .exact_functions import ExactFunctions
 from .exact_layout import ExactLayout, Position, SequenceSlices
+from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
 from .layout_checks import check_buffers, check_modules, check_ties
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
-from .running_forwards import Forwards
 from .sum_of_squares import squares_over_world
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ExactNumerics(Numerics):
     ) -> dict[str, ParallelStyle]:
         """The style of each module in slices, on one tensor rank too, and of experts, which tensor ranks have whole."""
         from .exact_experts import exact_experts
-        from .sliced_plan import sliced_plan
+        from .plan_of_sliced_layers import sliced_plan
 
         layout, size = self._forwards.layout, self._config.parallel.expert
         self._experts = exact_experts(adapter.model, adapter.resolved_experts(plan), size, self._forwards)
@@ -176,7 +176,7 @@ class ExactNumerics(Numerics):
 
     def apply_styles(self, module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
         """Cut layers on one tensor rank too."""
-        from .sliced_plan import apply_sliced_plan
+        from .plan_of_sliced_layers import apply_sliced_plan
 
         apply_sliced_plan(module, styles)
 
@@ -316,6 +316,6 @@ def _attach(module: nn.Module, taps: Mapping[str, Tap]) -> None:
         owner, _, own = name.rpartition(".")
         by_module[owner][own] = tap
     for owner, own_taps in by_module.items():
-        from .sliced_styles import use_through
+        from .styles_of_sliced_layers import use_through
 
         use_through(module.get_submodule(owner), own_taps)

@@ -26,8 +26,8 @@ from ..parallel.context_axis.tokens_of_ranks import SequenceLayout
 from ..parallel.microbatches import Batch
 from . import attention as products
 from .dropout_masks import Masks
-from .running_forwards import Forwards
-from .slices import aligned, fan_out, split
+from .forwards_in_microchunk import Forwards
+from .sums_over_slices import aligned, fan_out, split
 from .tree_sum import gathered
 
 

@@ -6,7 +6,7 @@ of all ranks of the context axis, before they are rounded to the dtype of the we
 
 A mixture is the module that has the experts, with its router and what else is in it. Its whole forward computes one
 slice at a time, because it chooses experts and sums over tokens in code of its own. Each module in it uses its
-parameters through an alias for the slice that runs (:class:`~paramp.exact.running_forwards.MixtureSlices`).
+parameters through an alias for the slice that runs (:class:`~paramp.exact.forwards_in_microchunk.MixtureSlices`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..base.module_surgery import replace_forward, unbound, with_parameters
 from ..base.trees import map_tensors, tensors
 from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
-from .running_forwards import Forwards
-from .sliced_styles import aliases_of, first_input, parameters_of
-from .slices import join, split, sum_slices
+from .forwards_in_microchunk import Forwards
+from .styles_of_sliced_layers import aliases_of, first_input, parameters_of
+from .sums_over_slices import join, split, sum_slices
 
 
 def check_sequences(model: nn.Module) -> None:
     """Raise a ConfigError for a module that cannot compute slices of a sequence."""
-    from ..parallel.context_axis.sharded_stages import MIXING
+    from ..parallel.context_axis.stages_on_cut_sequences import MIXING
 
     for name, module in model.named_modules():
         problem = None

@@ -17,9 +17,9 @@ from ..base.trees import map_leaves
 from ..distributed.context import ParallelContext
 from ..distributed.token_positions import ACTIVE
 from ..observe.same_data import SameBatches
-from ..parallel.batch_outputs import loss_in
 from ..parallel.context_axis.cut_sequences import SequenceAxis
-from ..parallel.context_axis.sharded_stages import CutStage, no_tokens
+from ..parallel.context_axis.stages_on_cut_sequences import CutStage, no_tokens
+from ..parallel.loss_and_outputs_of_batch import loss_in
 from ..parallel.microbatches import Batch
 from ..parallel.model_families import adapter_for
 

@@ -5,8 +5,9 @@ scale for ``16-true``; plugins are not restricted. The Trainer's loop, strategie
 place of Lightning's plugin this one computes as an :class:`~paramp.Engine` does, see :mod:`paramp.integrations.fabric`.
 
 In modes with masters, ``16-naive``, ``bf16-naive`` and ``O2``, the module's parameters are in half precision and its
-optimizers step fp32 masters (:mod:`paramp.integrations.masters_during_steps`). Parameters that ``configure_model`` has
-sharded by ``fully_shard`` stay in fp32: they are the masters, which FSDP2 gathers in half precision.
+optimizers step fp32 masters (:mod:`paramp.integrations.masters_for_users_optimizers`). Parameters that
+``configure_model`` has sharded by ``fully_shard`` stay in fp32: they are the masters, which FSDP2 gathers in half
+precision.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
 from .gradient_for_torch_clipping import logical_parameter
 from .lightning_precision import LightningPrecision
-from .masters_during_steps import ModuleMasters
+from .masters_for_users_optimizers import ModuleMasters
 from .shared_grad_scaler import device_types
 
 

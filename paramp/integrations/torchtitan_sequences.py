@@ -24,7 +24,7 @@ from ..base.errors import ConfigError, require
 from ..base.torch_internals import patched
 from ..distributed.context import Axis
 from ..parallel.context_axis.cut_sequences import SequenceAxis
-from ..parallel.context_axis.sharded_stages import SequenceInputs
+from ..parallel.context_axis.stages_on_cut_sequences import SequenceInputs
 
 CUT = "prepare_context_parallel_input"
 """What cuts a batch, in torchtitan's modules of the trainer and of the validation."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ..base.collectives import gather_objects
 from ..base.observer_spans import STEP, Observer
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from ..distributed.context import ParallelContext
 
 

@@ -30,7 +30,7 @@ from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import cast_parameters, trained_and_frozen
 from ..distributed.context import Axis, ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.replicated_axes import batch_axis_of
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, key_of

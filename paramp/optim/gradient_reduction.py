@@ -22,7 +22,7 @@ import torch
 from ..base.collectives import start_reduce_scatter, sum_
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..scaling.copies_per_element import TiedParameter
 from ..scaling.gradient_placements import unscale_and_check_
 from .flat_buffer import Buffer, FlatParam, Units

@@ -15,7 +15,7 @@ from ..base.collectives import first_difference_over_ranks
 from ..base.errors import ConfigError, one_line
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
-from .matrices.whole_matrix_trial import copies_weights, needs_whole_matrices
+from .matrices.needs_whole_matrices import copies_weights, needs_whole_matrices
 
 
 class NamedWeights(Protocol):

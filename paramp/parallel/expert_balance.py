@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..base.backward_state import in_backward
+from ..base.backward_running import in_backward
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..base.uncompiled import uncompiled

@@ -15,7 +15,7 @@ from torch import nn
 from ..base.errors import ConfigError
 from ..base.module_surgery import matches
 from ..config.layout import PipelineConfig
-from .batch_outputs import loss_in
+from .loss_and_outputs_of_batch import loss_in
 from .materialize import InitialValues, check_materializable, is_on_meta
 from .microbatches import Batch
 from .partition import Partition, SequentialPartition, is_sequential, partition_model
@@ -23,7 +23,7 @@ from .partition import Partition, SequentialPartition, is_sequential, partition_
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from .context_axis.sharded_stages import SequenceInputs
+    from .context_axis.stages_on_cut_sequences import SequenceInputs
     from .tensor.sharding_plan import Plan
 
 UserPlan: TypeAlias = Mapping[str, "str | ParallelStyle"]
@@ -166,7 +166,7 @@ class ModelAdapter:
 
     def sequence_inputs(self) -> SequenceInputs:
         """Which inputs the context axis cuts."""
-        from .context_axis.sharded_stages import SequenceInputs
+        from .context_axis.stages_on_cut_sequences import SequenceInputs
 
         return SequenceInputs()
 

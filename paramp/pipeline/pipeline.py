@@ -21,7 +21,7 @@ from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.rng import forked
 from ..parallel.expert_balance import counted_alone
 from ..parallel.microbatches import Batch

@@ -18,8 +18,8 @@ from ..base import trees
 from ..base.observer_spans import Observer, span
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
+from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.first_failure import is_lost_connection
-from ..distributed.numerics_protocol import Numerics
 from ..parallel.microbatches import Batch
 from .split_backward import SplitBackward
 from .stage import Stage

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, cast, get_type_hints
 import torch
 
 from ..base.errors import ConfigError, key_name, nearest, require, shown
-from ..base.user_values import convert
+from ..base.values_checked_by_type import convert
 from ..scaling.loss_scaling_options import LossScaling
 
 FOREIGN_NAMES = "paramp.compat.foreign_names"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..base.errors import CheckpointError, ConfigError
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .flags import Parser, formatter
 
 # Other imports are in the functions that need them: help that lists the commands shows before torch has loaded.

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError, require, shown
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .run_events import EVENTS, TRACES, Finding, check_step, end_event, event_of, found_by, launch_event
 from .run_folder import NUMBERS
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from ..observe.grad_histogram import GradientHistogram
 from .run_folder import LoggedRun, read_run
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.errors import ConfigError, one_line, shown
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .run_events import EVENTS, LARGEST, check_event, check_step
 
 NUMBERS = {

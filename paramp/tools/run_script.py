@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from ..base.errors import ConfigError, key_name, nearest
-from ..base.user_values import user_path
+from ..base.values_checked_by_type import user_path
 from .flags import LAYOUT
 
 FLAGS = {flag.name: flag for group in LAYOUT.values() for flag in group}

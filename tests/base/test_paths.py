@@ -5,7 +5,7 @@ import torch
 from small_engines import engine_of
 
 import paramp
-from paramp.base.user_values import user_path
+from paramp.base.values_checked_by_type import user_path
 from paramp.checkpoint.convert import export_weights, import_weights
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.config.files import read_file

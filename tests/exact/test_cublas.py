@@ -9,7 +9,7 @@ from small_engines import each_raises
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launch_from_torch_mpi_slurm
-from paramp.distributed.numerics_protocol import numerics_of
+from paramp.distributed.exact_mode_protocol import numerics_of
 from paramp.exact.exact_numerics import VARIABLE, choose_workspace
 
 

@@ -15,7 +15,7 @@ from paramp.distributed.tensor_random import sharded_random
 from paramp.exact.dropout_masks import Masks
 from paramp.exact.exact_functions import ExactFunctions
 from paramp.exact.exact_layout import ExactLayout, Position
-from paramp.exact.running_forwards import Forwards
+from paramp.exact.forwards_in_microchunk import Forwards
 
 INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 DTYPES = [*INTEGERS]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import paramp
 from paramp.optim.matrices.matrix_exchange import owners
-from paramp.optim.matrices.whole_matrix_trial import KNOWN, copies_weights, needs_whole_matrices
+from paramp.optim.matrices.needs_whole_matrices import KNOWN, copies_weights, needs_whole_matrices
 
 CPU = torch.device("cpu")
 
@@ -256,7 +256,7 @@ TRIED = {Elementwise: False, Warm: False} | KNOWN
 
 @pytest.fixture
 def all_are_tried(monkeypatch):
-    monkeypatch.setattr("paramp.optim.matrices.whole_matrix_trial.KNOWN", {})
+    monkeypatch.setattr("paramp.optim.matrices.needs_whole_matrices.KNOWN", {})
 
 
 @pytest.mark.parametrize("kind", [kind for kind, whole in TRIED.items() if not whole], ids=lambda kind: kind.__name__)

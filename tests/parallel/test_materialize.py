@@ -12,7 +12,7 @@ from small_engines import engine_of
 from torch import nn
 
 import paramp
-from paramp.base import loop_sizes
+from paramp.base import memory_block_sizes
 from paramp.compat import foreign_names
 from paramp.parallel.materialize import materialize
 from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
@@ -116,7 +116,7 @@ def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, parallel, precisi
         pytest.MonkeyPatch.context() as patch,
         paramp.launch_from_torch({"parallel": parallel, "precision": precision, "seed": 5}),
     ):
-        patch.setattr(loop_sizes, "BUCKET", WIDTH * WIDTH // (4 if "data" in parallel else 2))
+        patch.setattr(memory_block_sizes, "BUCKET", WIDTH * WIDTH // (4 if "data" in parallel else 2))
         with benchmarks_common().watch_memory(torch.device("cpu")) as memory:
             engine = engine_of(model, None, optimizer, plan=plan if "tensor" in parallel else None)
         # The slack: states of random streams, of 5 kB each, and of the scaler. The least: everything was counted.

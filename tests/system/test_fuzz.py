@@ -21,7 +21,7 @@ from reference import batches, rank_slice, small_gpt
 from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_word
 
 import paramp
-from paramp.base.user_values import build
+from paramp.base.values_checked_by_type import build
 from paramp.compat import foreign_keys, foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS

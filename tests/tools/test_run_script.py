@@ -11,7 +11,7 @@ import pytest
 from commands import PYTHON, ROOT, python, start, succeeded
 
 import paramp
-from paramp.config.command_layout import VARIABLE, load_in_layout
+from paramp.config.layout_of_run_command import VARIABLE, load_in_layout
 from paramp.tools import cli
 from paramp.tools.run_script import split_arguments
 

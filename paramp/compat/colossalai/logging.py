@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...base.errors import ConfigError, nearest
-from ...base.user_values import user_path
+from ...base.values_checked_by_type import user_path
 from ...distributed.context import current_context
 from .context import ParallelMode
 from .core import global_context

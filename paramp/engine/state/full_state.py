@@ -11,7 +11,7 @@ from torch import nn
 from ...base.collectives import broadcast_
 from ...base.dtensor import full_tensor
 from ...base.errors import ConfigError
-from ...base.user_values import user_path
+from ...base.values_checked_by_type import user_path
 from ...parallel.model_families import adapter_for
 from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks

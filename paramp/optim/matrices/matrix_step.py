@@ -14,7 +14,7 @@ from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
 from .matrix_exchange import MatrixExchange, placeholder
-from .whole_matrix_trial import needs_whole_matrices, steps_slices_alone
+from .needs_whole_matrices import needs_whole_matrices, steps_slices_alone
 
 OTHERS: tuple[Role, ...] = ("replicate", "shard", "context", "tensor")
 """The roles of axes along which no rank has a stage or experts of its own."""

@@ -24,7 +24,7 @@ from ...base.trees import leaves, map_tensors
 from ...base.uncompiled import uncompiled
 from ...distributed.context import Axis
 from ...distributed.token_positions import ACTIVE
-from ..batch_outputs import loss_in, with_loss
+from ..loss_and_outputs_of_batch import loss_in, with_loss
 from ..microbatches import Batch
 from .context_attention import attention, default_method
 from .tokens_of_ranks import SequenceLayout

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from ...base.backward_state import in_backward
+from ...base.backward_running import in_backward
 from ...base.collectives import all_gather_single, broadcast_, reduce_scatter_single
 from ...distributed.context import BATCH_ROLES, ParallelContext
 

@@ -20,7 +20,7 @@ from ...base.errors import ConfigError
 from ...base.uncompiled import uncompiled
 from ...distributed.token_positions import ACTIVE
 from ..context_axis.cut_sequences import SequenceAxis, active, numbers_of
-from ..context_axis.sharded_stages import SequenceInputs
+from ..context_axis.stages_on_cut_sequences import SequenceInputs
 from ..tensor.sharded_loss import IGNORED
 from .model_output import call_options, calls_causal_loss, counting, has_given_loss, shifts_labels
 from .router_loss import ROUTERS, asks_for_loss

@@ -15,7 +15,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import with_forward
 from ...distributed.token_positions import ACTIVE
-from ..batch_outputs import summed
+from ..loss_and_outputs_of_batch import summed
 from ..microbatches import Batch
 from ..tensor.sharded_loss import IGNORED
 from .router_loss import RouterLoss

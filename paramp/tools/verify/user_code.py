@@ -19,13 +19,13 @@ from torch import nn
 
 from ...base.errors import ConfigError, nearest
 from ...base.torch_internals import expect
-from ...base.user_values import user_path
+from ...base.values_checked_by_type import user_path
 from ...parallel.huggingface.model_output import main_output
 from ...parallel.microbatches import Batch
 from .options import Options, check_target
 
 if TYPE_CHECKING:
-    from ...engine.loss_counts import Criterion
+    from ...engine.divisor_of_loss_sums import Criterion
 
 expect("torch.nn.modules.dropout._DropoutNd")
 

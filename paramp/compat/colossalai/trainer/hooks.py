@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ....base.errors import ConfigError
-from ....base.user_values import user_path
+from ....base.values_checked_by_type import user_path
 from ...missing import missing
 from ..context import ParallelMode
 from ..core import global_context

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..base.backward_state import in_backward
+from ..base.backward_running import in_backward
 from ..base.errors import ConfigError
 from ..base.module_surgery import run_within
 from ..base.uncompiled import unwatched
 from ..distributed.token_positions import ACTIVE
 from .exact_layout import ExactLayout, Position
-from .slices import fan_out
+from .sums_over_slices import fan_out
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, shown
-from ..base.user_values import build
+from ..base.values_checked_by_type import build
 from .files import load, merge, read_file
 from .layout import DataConfig, ParallelConfig
 from .schema import Config

@@ -25,11 +25,11 @@ from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext
 from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
-from ..batch_outputs import loss_in
+from ..loss_and_outputs_of_batch import loss_in
 from ..microbatches import Batch
 from ..tensor.sharded_loss import IGNORED
 from .cut_sequences import SequenceAxis, length_of
-from .trial_weights import varied
+from .varied_weights_for_trial import varied
 
 MIXING = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),

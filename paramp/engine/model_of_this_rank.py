@@ -12,7 +12,7 @@ from torch import nn
 from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
-from ..distributed.numerics_protocol import Numerics
+from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.expert_balance import token_counts
 from ..parallel.fsdp.units import ShardedUnits

@@ -20,8 +20,8 @@ from ..parallel.tensor.colwise_and_rowwise import (
 )
 from ..parallel.tensor.styles import GatherSequence, ScatterSequence, ShardedRandom, SliceOfSequence, WholeSequence
 from .exact_experts import ExactExperts
-from .running_forwards import Forwards
-from .sliced_styles import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
+from .forwards_in_microchunk import Forwards
+from .styles_of_sliced_layers import SlicedColwise, SlicedRows, SlicedRowwise, SlicedSequence, SlicedStyle
 
 
 def sliced_plan(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from beside_plain import randn
 
-from paramp.exact.slices import add_bias, fan_out, join, split, sum_slices
+from paramp.exact.sums_over_slices import add_bias, fan_out, join, split, sum_slices
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -1,4 +1,4 @@
-"""Tensor-parallel styles that compute in slices, on one tensor rank as on several (:mod:`.slices`).
+"""Tensor-parallel styles that compute in slices, on one tensor rank as on several (:mod:`.sums_over_slices`).
 
 Each stands for a style of a plan. The sharded dim of a layer is cut into ``layout.slices`` slices, of which each tensor
 rank has the same number; without a tensor axis this rank has all of them, and its parameters stay plain tensors.
@@ -23,8 +23,8 @@ from ..base.uncompiled import unwatched
 from ..parallel.tensor.colwise_and_rowwise import distribute, distribute_packed, is_conv1d, look_up
 from ..parallel.tensor.differentiable_collectives import as_shards, gather, local_shard, own_slice
 from .exact_layout import ExactLayout
-from .running_forwards import Forwards
-from .slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
+from .forwards_in_microchunk import Forwards
+from .sums_over_slices import add_bias, compute_dtype, fan_out, join, split, sum_rows, sum_slices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
