@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from train_app.formats import FLAT_DTYPES
-from train_app.text import HELD_OUT_ONE_IN, Encoder, TextFiles, find_text, read_text, split_by_name
+from train_app.text_to_tokens import HELD_OUT_ONE_IN, Encoder, TextFiles, find_text, read_text, split_by_name
 
 from paramp import ConfigError
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from paramp import ConfigError, DataError
 
 from .formats import FoundData, ReadOptions, open_data
-from .text import HELD_OUT_ONE_IN, Encoder
-from .tokens import CheckedTokens, TokenSource, fingerprint
+from .text_to_tokens import HELD_OUT_ONE_IN, Encoder
+from .token_sources import CheckedTokens, TokenSource, fingerprint
 
 BIGRAM_TOKENS = 2**26
 IDENTITY = {
@@ -40,7 +40,7 @@ class Corpus:
     held_out: CheckedTokens
     num_files: int
     sha256: str
-    """:func:`train_app.tokens.fingerprint`, which a resumed run compares."""
+    """:func:`train_app.token_sources.fingerprint`, which a resumed run compares."""
     vocab_size: int
     unit: str
     """The kind of token: ``byte`` or ``token``."""

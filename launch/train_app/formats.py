@@ -3,8 +3,8 @@
 ============================  ========================================================================================
 ``stdlib``                    the source of this Python's standard library, as bytes
 a text file                   its bytes, or its tokens if there is a ``tokenizer``
-a folder of text              the same, file by file (:func:`train_app.text.find_text` lists them); one file in twenty
-                              is held out
+a folder of text              the same, file by file (:func:`train_app.text_to_tokens.find_text` lists them); one file
+                              in twenty is held out
 ``X.bin``                     uint16 or uint32, as nanoGPT writes it
 a folder with ``train.bin``   the same, with ``val.bin`` held out
 ``X``, ``X.bin``, ``X.idx``   where both ``X.bin`` and ``X.idx`` exist: Megatron's pair
@@ -36,8 +36,8 @@ from paramp import ConfigError
 from paramp.base.errors import nearest
 from paramp.base.values_checked_by_type import user_path
 
-from .text import Encoder, TextFiles, find_text, is_held_out, read_text, split_by_name, why_not_text
-from .tokens import ArrayTokens, FileTokens, TokenSource
+from .text_to_tokens import Encoder, TextFiles, find_text, is_held_out, read_text, split_by_name, why_not_text
+from .token_sources import ArrayTokens, FileTokens, TokenSource
 
 STANDARD_LIBRARY = "stdlib"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

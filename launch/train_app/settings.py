@@ -19,7 +19,7 @@ from paramp.config.files import load, merge, read_file
 from paramp.config.schema import flatten
 from paramp.distributed.agreed_arguments import first_difference
 from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
-from paramp.models.presets import choose
+from paramp.models.preset_model import choose
 from paramp.tools.flags import LAYOUT, PRECISION, SEED, Flag, Parser, add_flags, flag_settings, formatter, nested
 
 DEFAULTS = {"precision": "16-mixed", "clip_grad_norm": 1.0}

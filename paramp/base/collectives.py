@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import gloo_threads  # noqa: F401  # processes with collectives end once gloo's threads rest
+from . import wait_for_gloo_at_exit  # noqa: F401  # processes with collectives end once gloo's threads rest
 from .torch_internals import expect, replace_kernels
 
 expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")

@@ -27,7 +27,7 @@ ranks. It also limits the memory that exists twice while parameters are copied i
 KEPT = 2**19
 """Elements of a temporary of a loop; longer ones are not kept for the next use (``paramp.base.scratch_memory_cpu``)."""
 APART = 2**18
-"""Bytes from which tensors begin apart (:mod:`paramp.base.memory_alignment_cpu`)."""
+"""Bytes from which tensors begin apart (:mod:`paramp.base.staggered_memory_cpu`)."""
 HUGE = 2**22
 """Bytes from which tensors are given huge pages: two of them."""
 

@@ -12,7 +12,7 @@ from ..base.errors import ConfigError, one_line, shown
 from ..base.values_checked_by_type import keys
 from ..config.files import merge
 from ..config.schema import Config
-from .foreign_keys import NAMES, OFF, OUT, TOP, ByValue, Given
+from .foreign_key_advice import NAMES, OFF, OUT, TOP, ByValue, Given
 
 LONGEST = 900
 """The most characters of a message."""

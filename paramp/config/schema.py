@@ -78,7 +78,7 @@ class Config:
     ``"full"``."""
     ema: EmaConfig | None = None
     """Average the weights over the steps that are made: ``engine.ema``
-    (:class:`~paramp.engine.state.weight_averages.WeightAverages`). None: no averages."""
+    (:class:`~paramp.engine.moving_averages_of_weights.WeightAverages`). None: no averages."""
     reproducible: bool | Reproducible = False
     """Train with the same bits on every layout: True, or a table (:class:`~paramp.config.reproducible.Reproducible`).
     False: sums are made in the order that is fastest."""

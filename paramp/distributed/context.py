@@ -39,8 +39,8 @@ from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_a
 from .heartbeat import Heartbeat
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
+from .random_across_tensor_ranks import TENSOR_PLACES
 from .rng import RandomStream, derive_seed
-from .tensor_random import TENSOR_PLACES
 
 DATA_ROLES: tuple[Role, ...] = ("replicate", "shard", "expert")
 """The roles along which ranks have different samples."""

@@ -14,7 +14,7 @@ from ..config.schema import Config
 from ..scaling.local_norm import norm_power
 from .context import ParallelContext
 
-EXACT = "paramp.exact.exact_numerics"
+EXACT = "paramp.exact.exact_mode"
 """The module of the exact mode, which is imported on first use; its ``ExactNumerics`` implements :class:`Numerics`."""
 
 

@@ -4,7 +4,7 @@ Parameters: every tensor is drawn in full from a seed made of the run's seed and
 that a model starts the same in every layout (:mod:`paramp.parallel.materialize` does this for models on ``meta``).
 
 Dropout: pipeline and data ranks draw from different streams (:class:`RandomStream`), tensor ranks from the same one
-(:mod:`.tensor_random`).
+(:mod:`.random_across_tensor_ranks`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ do not. It ends after ``gradient_accumulation`` calls of ``step()``, or with few
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
 (microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near the counts (:mod:`.divisor_of_loss_sums`), and the step
+``(sum, count)`` is also divided by a power of two near the counts (:mod:`.power_of_two_loss_divisor`), and the step
 corrects for the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
 """
 
@@ -29,8 +29,8 @@ from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.step_decision import mixes_kinds
-from . import user_backward
-from .divisor_of_loss_sums import CountUnit, Loss
+from . import warn_of_user_backward
+from .power_of_two_loss_divisor import CountUnit, Loss
 from .shared_failure import SAME_KIND, SharedFailure
 from .unstepped_batches import BY_HAND, CHANGED, NO_BACKWARD, UnsteppedBatches
 
@@ -208,7 +208,7 @@ class AccumulationWindow:
         self.losses, self.counts = losses, counts
         self.calls: list[RecordedBatch] | None = []
         self.scale: torch.Tensor | None = None
-        self.foreign = user_backward.ForeignBackward(gradients)
+        self.foreign = warn_of_user_backward.ForeignBackward(gradients)
         self.state, self.mean_factor = State.EMPTY, 1.0
         self._accumulation = context.config.gradient_accumulation
         self._length = self._accumulation  # calls of step() in this window; fewer after shorten()
@@ -331,7 +331,7 @@ class AccumulationWindow:
             self.foreign.stop()
         if self.foreign.accumulated:
             self._failed = True
-            raise RuntimeError(user_backward.TEXT)
+            raise RuntimeError(warn_of_user_backward.TEXT)
 
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""

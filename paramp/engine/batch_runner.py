@@ -23,8 +23,8 @@ from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, moved
 from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
-from .divisor_of_loss_sums import Criterion, Loss, as_count
 from .model_plan import sequence_axis
+from .power_of_two_loss_divisor import Criterion, Loss, as_count
 
 if TYPE_CHECKING:
     from ..parallel.context_axis.cut_sequences import SequenceAxis

@@ -33,12 +33,12 @@ from ..scaling.loss_scaling_options import LossScaling
 from ..scaling.overflow_report import OverflowReport
 from .accumulation_window import AccumulationWindow, WindowLosses
 from .batch_runner import CheckedCriterion, EngineContext, OwnLoss
-from .divisor_of_loss_sums import Criterion, Loss
+from .moving_averages_of_weights import WeightAverages
+from .power_of_two_loss_divisor import Criterion, Loss
 from .shared_failure import SharedFailure
 from .state.full_state import full_state_dict, save_pretrained
 from .state.model_tensors import ParamChunks
 from .state.training_state import Stateful, TrainingState
-from .state.weight_averages import WeightAverages
 from .step import OptimizerStep, StepCounters, StepResult
 from .user_loop_runner import LoopRunner
 

@@ -31,11 +31,11 @@ from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
-from .divisor_of_loss_sums import Criterion
 from .engine import Engine
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_of_this_rank import LocalModel, make_local
 from .model_plan import ModelPlan, plan_model
+from .power_of_two_loss_divisor import Criterion
 from .state.model_tensors import ParamChunks
 from .user_arguments import (
     Optimizers,

@@ -21,7 +21,7 @@ from ..parallel.model_families import slices_experts
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
-from ..precision.float8 import convert
+from ..precision.float8_conversion import convert
 from ..precision.fp32_routers import keep_routers_wide
 from ..scaling.copies_per_element import TiedParameter
 from .model_plan import ModelPlan

@@ -19,7 +19,7 @@ from ..parallel.microbatches import Batch
 from ..parallel.model_checks import check_model, check_stages
 from ..parallel.model_families import UserPlan, adapter_for, is_of_experts, slices_experts
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
-from ..precision.float8_layers import Choice, choose_layers
+from ..precision.choose_float8_layers import Choice, choose_layers
 from ..precision.fp32_routers import check_grouped_products
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from ..scaling.grad_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.step_decision import NUM_SUMS, HostCopy, StepDecision, decide
 from .accumulation_window import AccumulationWindow, WindowLosses
+from .mistakes_seen_after_a_step import Presence, warn_of_schedule, warn_of_vanished_gradient
+from .moving_averages_of_weights import WeightAverages
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
-from .state.weight_averages import WeightAverages
-from .step_checks import Presence, warn_of_schedule, warn_of_vanished_gradient
 
 
 class StepResult:

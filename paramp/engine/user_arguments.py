@@ -16,8 +16,8 @@ from ..base.wrapped_models import check_plain, without_compilation
 from ..distributed.context import DATA_ROLES, ParallelContext, get_context
 from ..parallel.compiled_blocks import check_compiler
 from ..precision.capabilities import find_library
+from ..precision.choose_float8_layers import check_checkpointing
 from ..precision.compute_context import ComputeContext
-from ..precision.float8_layers import check_checkpointing
 from ..precision.modes import Precision
 
 EMULATED = (

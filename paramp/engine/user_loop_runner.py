@@ -25,8 +25,8 @@ from ..parallel.loss_and_outputs_of_batch import broadcast_tree, join
 from ..parallel.microbatches import Batch
 from .accumulation_window import LossTotals
 from .batch_runner import BatchRunner, Seen, no_loss
-from .divisor_of_loss_sums import Loss, as_count
 from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
+from .power_of_two_loss_divisor import Loss, as_count
 from .shared_failure import SharedFailure
 
 IN_A_STEP = (

@@ -11,8 +11,8 @@ from collections.abc import Collection
 import torch
 
 from ..base.errors import ConfigError
+from ..distributed.random_across_tensor_ranks import in_replicated_random, in_sharded_random
 from ..distributed.rng import derive_seed
-from ..distributed.tensor_random import in_replicated_random, in_sharded_random
 from .forwards_in_microchunk import Forwards
 
 

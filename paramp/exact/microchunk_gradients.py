@@ -15,7 +15,7 @@ from ..base.torch_internals import expect
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_buffer import FlatParam
 from ..optim.flat_gradients import FlatGradients, GradientReduction
-from ..scaling.gradient_placements import sum_tied_gradients
+from ..scaling.complete_and_unscale_gradients import sum_tied_gradients
 from .gradient_taps import Tap
 from .tree_sum import SumTree, Terms, own_slice_of_sum, sum_over, sum_over_
 

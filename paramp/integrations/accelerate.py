@@ -39,7 +39,7 @@ from ..precision.modes import Precision
 from ..scaling.loss_scaling_options import LossScaling
 from .accelerate_sequences import CutSequences, begin_sequences
 from .gradient_for_torch_clipping import logical_parameter
-from .shared_grad_scaler import SharedGradScaler
+from .multi_optimizer_scaler import SharedGradScaler
 
 log = logging.getLogger(__name__)
 OLDEST = (1, 10)

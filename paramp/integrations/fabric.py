@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base.errors import ConfigError
 from ..precision.compute_context import to_outputs
-from .lightning_precision import LightningPrecision, map_tensors
+from .lightning_plugin_base import LightningPrecision, map_tensors
 
 
 class FabricPrecision(LightningPrecision):

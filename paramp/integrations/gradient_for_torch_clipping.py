@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..base.dtensor import is_dtensor
+from ..scaling.complete_and_unscale_gradients import align_gradients, dense_gradients
 from ..scaling.grad_norm import total_norm
-from ..scaling.gradient_placements import align_gradients, dense_gradients
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""

@@ -26,9 +26,9 @@ from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
 from ..precision.modes import Precision
 from .gradient_for_torch_clipping import logical_parameter
-from .lightning_precision import LightningPrecision
+from .lightning_plugin_base import LightningPrecision
 from .masters_for_users_optimizers import ModuleMasters
-from .shared_grad_scaler import device_types
+from .multi_optimizer_scaler import device_types
 
 
 class TrainerPrecision(LightningPrecision):

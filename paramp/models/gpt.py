@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed.token_positions import sequence_length, token_positions
 from ..parallel.tensor.sharded_loss import mask_tail
-from .presets import PresetModel
+from .preset_model import PresetModel
 from .transformer import Linear, TransformerConfig
 
 

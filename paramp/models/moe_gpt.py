@@ -24,7 +24,7 @@ from ..base.errors import require
 from ..base.uncompiled import uncompiled
 from ..parallel.expert_balance import TokenCounts
 from .gpt import GPT, GPTConfig
-from .presets import equal_stages
+from .preset_model import equal_stages
 from .transformer import Block, Linear
 
 
@@ -213,5 +213,5 @@ class MoEGPT(GPT):
         return ["blocks.*.mlp.experts"]
 
     def pipeline_split(self, num_stages: int) -> list[str] | None:
-        """As :func:`~paramp.models.presets.equal_stages` of the blocks."""
+        """As :func:`~paramp.models.preset_model.equal_stages` of the blocks."""
         return equal_stages([f"blocks.{index}" for index in range(self.config.num_layers)], num_stages)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from .presets import PresetModel, check_counts, equal_stages, is_count
+from .preset_model import PresetModel, check_counts, equal_stages, is_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class ResNet(PresetModel):
         super().__init__(config, {**layers, "fc": nn.Linear(config.num_features, config.num_classes)})
 
     def pipeline_split(self, num_stages: int) -> list[str] | None:
-        """As :func:`~paramp.models.presets.equal_stages` of the blocks.
+        """As :func:`~paramp.models.preset_model.equal_stages` of the blocks.
 
         Stages have equal numbers of blocks, because all blocks cost about the same FLOPs: channels double where the
         image's area quarters. Balanced by parameters, the first stage would have nearly all the work.

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from ..distributed.tensor_random import sharded_random
-from .presets import check_counts
+from ..distributed.random_across_tensor_ranks import sharded_random
+from .preset_model import check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from .presets import PresetModel
+from .preset_model import PresetModel
 from .transformer import Linear, TransformerConfig
 
 

@@ -26,7 +26,7 @@ from ..distributed.context import ParallelContext, required_context
 from ..parallel.fsdp.fsdp2_internals import drop_gradients, gathered, groups, held, reset
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
-from ..scaling.gradient_placements import align_gradients
+from ..scaling.complete_and_unscale_gradients import align_gradients
 
 
 def agreed_context(

@@ -36,7 +36,7 @@ from ..distributed.context import ParallelContext
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
-from .expert_overflow import ExpertTokens
+from .nonfinite_experts import ExpertTokens
 
 if TYPE_CHECKING:
     from ..parallel.context_axis.cut_sequences import SequencePlaces

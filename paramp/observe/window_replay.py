@@ -16,8 +16,8 @@ from ..base.errors import ConfigError, TrainingDiverged
 from ..base.wrapped_models import is_compiled, plain_name
 from ..distributed.context import ParallelContext
 from ..scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, find_gradients, gather_findings
-from .expert_overflow import stacked_parameters
 from .loops_without_engine import OwnModel, agreed_context, checked_scale
+from .nonfinite_experts import stacked_parameters
 from .nonfinite_hooks import Tracer, owner_of
 from .recorded_window import RecordedBatch, WindowRecord, record_batch
 

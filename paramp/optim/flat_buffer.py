@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base import memory_block_sizes
 from ..base.dtensor import is_dtensor, local, wrap
-from ..base.memory_alignment_cpu import zeros_apart
+from ..base.staggered_memory_cpu import zeros_apart
 from ..base.torch_internals import take
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import BitStream, flat_index

@@ -18,8 +18,8 @@ from ..base.dtensor import is_dtensor
 from ..base.module_surgery import NamedParameters, check_frozen, moved, num_hooks
 from ..base.torch_internals import take
 from ..distributed.context import ParallelContext
+from ..scaling.complete_and_unscale_gradients import sum_tied_gradients
 from ..scaling.copies_per_element import TiedParameter
-from ..scaling.gradient_placements import sum_tied_gradients
 from .flat_buffer import Buffer, FlatParam, Units, step_ranges
 from .gradients_outside_buffers import OutsideGradients
 

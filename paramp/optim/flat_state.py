@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..base.memory_alignment_cpu import zeros_apart
+from ..base.staggered_memory_cpu import zeros_apart
 from .flat_buffer import Buffer, FlatParam
 from .flat_weights import OptimizerWeights
 

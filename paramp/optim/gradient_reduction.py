@@ -23,8 +23,8 @@ from ..base.collectives import start_reduce_scatter, sum_
 from ..base.torch_internals import expect
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
+from ..scaling.complete_and_unscale_gradients import unscale_and_check_
 from ..scaling.copies_per_element import TiedParameter
-from ..scaling.gradient_placements import unscale_and_check_
 from .flat_buffer import Buffer, FlatParam, Units
 from .flat_gradients import FlatGradients, GradientReduction
 

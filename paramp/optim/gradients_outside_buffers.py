@@ -14,7 +14,7 @@ import torch
 
 from ..base.dtensor import is_dtensor, local, version
 from ..base.torch_internals import expect
-from ..scaling.gradient_placements import align_gradients, unscale_and_check_
+from ..scaling.complete_and_unscale_gradients import align_gradients, unscale_and_check_
 from .flat_buffer import FlatParam
 
 if TYPE_CHECKING:

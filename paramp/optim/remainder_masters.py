@@ -21,8 +21,8 @@ from typing import Self
 
 import torch
 
-from ..base.memory_alignment_cpu import zeros_apart
 from ..base.scratch_memory_cpu import Scratch
+from ..base.staggered_memory_cpu import zeros_apart
 from .masters import Masters, follow, sliced
 
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors, replace_forward, with_parameters
 from ..base.uncompiled import uncompiled
-from .stacked_experts import SEE_ROWS, num_experts
+from .recognize_stacked_experts import SEE_ROWS, num_experts
 from .tensor.colwise_and_rowwise import distribute
 from .tensor.differentiable_collectives import local_shard
 

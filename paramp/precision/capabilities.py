@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..base.errors import ConfigError
-from ..base.optional_packages import find_torchao, find_transformer_engine
+from ..base.installed_packages import find_torchao, find_transformer_engine
 from ..base.torch_internals import expect
 from .modes import Float8
 

@@ -29,7 +29,8 @@ FOREIGN_NAMES = "paramp.compat.foreign_names"
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """The linear layers that compute in float8, and the scaling of operands (:mod:`paramp.precision.float8`)."""
+    """The linear layers that compute in float8, and the scaling of operands
+    (:mod:`paramp.precision.float8_conversion`)."""
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """One scale for each tensor, or one for each row of it (more exact, and slower)."""

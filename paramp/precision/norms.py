@@ -16,7 +16,7 @@ forward too. In these cases the rounded operands are widened to fp32 and the res
 dtypes are the same everywhere.
 
 ``LP*`` are the norms of Composer's "Low Precision" algorithms, ``Fused*`` those of its "Fused LayerNorm": the same,
-with the kernels of NVIDIA's Apex if these are installed (:mod:`paramp.base.optional_packages`).
+with the kernels of NVIDIA's Apex if these are installed (:mod:`paramp.base.installed_packages`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ..base.dtensor import is_dtensor
-from ..base.optional_packages import find_apex
+from ..base.installed_packages import find_apex
 
 Weight = Tensor | None
 Norm = Callable[..., Tensor]

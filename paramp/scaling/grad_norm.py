@@ -17,8 +17,8 @@ from ..base.collectives import gather_objects
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
+from .complete_and_unscale_gradients import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 from .copies_per_element import World, current_world, num_replicas
-from .gradient_placements import align_gradients, mark_tied_sums, sum_tied_gradients, writable_gradient
 from .local_norm import norm_power
 from .step_decision import HostCopy, clip_coefficient
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from .complete_and_unscale_gradients import complete_and_check, dense_gradients, unscale_and_check_
 from .copies_per_element import World, current_world
-from .gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
 from .loss_scaling_options import SMALLEST, LossScaling
 
 if TYPE_CHECKING:

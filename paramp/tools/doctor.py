@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..base.compilers import why_not_inductor
 from ..base.errors import LaunchError
-from ..base.optional_packages import find_apex, find_torchao, find_transformer_engine, installed_version
+from ..base.installed_packages import find_apex, find_torchao, find_transformer_engine, installed_version
 from ..distributed.launcher_variables import find_place
 from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
 from ..precision.modes import PRESETS, Precision

@@ -32,8 +32,8 @@ import torch
 
 from ..base.errors import ConfigError, require, shown
 from ..base.values_checked_by_type import user_path
+from .read_run import NUMBERS
 from .run_events import EVENTS, TRACES, Finding, check_step, end_event, event_of, found_by, launch_event
-from .run_folder import NUMBERS
 
 Hook = Callable[[dict[str, float], int], object]
 """Is given the numbers of a step by their names, and the step: ``run.log`` of wandb, ``mlflow.log_metrics``, ..."""

@@ -20,7 +20,7 @@ import torch
 from ..base.errors import ConfigError
 from ..base.values_checked_by_type import user_path
 from ..observe.grad_histogram import GradientHistogram
-from .run_folder import LoggedRun, read_run
+from .read_run import LoggedRun, read_run
 
 # Okabe and Ito's palette (2008), which is safe for colour-blind readers; black marks skipped steps.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainer_runs import whole
 
 import paramp
-from paramp.base.optional_packages import ApexStatus
+from paramp.base.installed_packages import ApexStatus
 from paramp.compat.apex import amp
 from paramp.compat.apex import optimizers as apex_optimizers
 from paramp.compat.apex.amp import AmpError

@@ -10,7 +10,7 @@ import pytest
 from train_app.settings import FLAGS, configure
 
 import paramp
-from paramp.compat.foreign_keys import NAMES, TOP, ByValue
+from paramp.compat.foreign_key_advice import NAMES, TOP, ByValue
 from paramp.compat.key_advice import _filled
 from paramp.config.files import load
 from paramp.config.schema import COMPILE_OPTIONS, flatten

@@ -13,7 +13,7 @@ from paramp import ConfigError
 from paramp.compat import apex, colossalai, composer
 from paramp.compat.apex.multi_tensor_apply import multi_tensor_applier  # as the example on ImageNet does
 from paramp.compat.colossalai.trainer import Trainer
-from paramp.compat.foreign_modules import SAME, TABLES, alternatives
+from paramp.compat.foreign_module_advice import SAME, TABLES, alternatives
 from paramp.config.files import load
 
 MISSING = [

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.distributed.tensor_random import sharded_random
+from paramp.distributed.random_across_tensor_ranks import sharded_random
 from paramp.models import GPT
 from paramp.parallel.materialize import materialize
 

@@ -10,7 +10,7 @@ import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed import launch_from_torch_mpi_slurm
 from paramp.distributed.exact_mode_protocol import numerics_of
-from paramp.exact.exact_numerics import VARIABLE, choose_workspace
+from paramp.exact.exact_mode import VARIABLE, choose_workspace
 
 
 @pytest.fixture

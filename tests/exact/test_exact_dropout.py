@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.distributed.tensor_random import replicated_random, sharded_random
+from paramp.distributed.random_across_tensor_ranks import replicated_random, sharded_random
 
 
 def dropped(x, rank=0, size=1, function=F.dropout, context=nullcontext, name=0, **options):

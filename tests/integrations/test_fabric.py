@@ -15,7 +15,7 @@ from torch import nn
 from trainer_runs import INF, MAX_NORM, ROUNDING, SCALE, STEPS, UNITS, check_weights, in_plain_torch, quiet, sgd, spoil
 
 import paramp
-from paramp.integrations.shared_grad_scaler import SharedGradScaler
+from paramp.integrations.multi_optimizer_scaler import SharedGradScaler
 from paramp.scaling.loss_scaling_options import LossScaling
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

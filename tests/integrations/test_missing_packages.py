@@ -6,7 +6,7 @@ import pytest
 from trainer_runs import hide
 
 import paramp
-from paramp.integrations import accelerate, lightning_precision, torchtitan, transformers
+from paramp.integrations import accelerate, lightning_plugin_base, torchtitan, transformers
 from paramp.integrations.lightning import TrainerPrecision
 
 CALLS = {
@@ -21,7 +21,7 @@ CALLS = {
 @pytest.mark.parametrize("extra", CALLS)
 def test_without_its_package_an_error_names_the_extra(extra, monkeypatch):
     package, call = CALLS[extra]
-    lightning_precision._with_lightning.cache_clear()
+    lightning_plugin_base._with_lightning.cache_clear()
     transformers._trainer.cache_clear()
     hide(monkeypatch, package)
     with pytest.raises(paramp.ConfigError, match=rf'{package} cannot be imported .*pip install "paramp\[{extra}\]"'):

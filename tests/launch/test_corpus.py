@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from test_token_files import megatron
-from train_app import text, tokens
+from train_app import text_to_tokens, token_sources
 from train_app.corpus import bigram_loss, held_out_windows, load_corpus, sample_offsets, training_windows
 
 from paramp import ConfigError, DataError
@@ -96,7 +96,7 @@ def test_the_bigram_loss_equals_hand_arithmetic(tmp_path, monkeypatch):
     write(tmp_path, {"a.txt": "abab", "b.txt": "aba"})
     corpus = load_corpus(str(tmp_path / "a.txt"), validation_data=str(tmp_path / "b.txt"))
     for size in (1000, 3, 1):  # pairs across the ends of blocks count too
-        monkeypatch.setattr(tokens, "BLOCK", size)
+        monkeypatch.setattr(token_sources, "BLOCK", size)
         assert bigram_loss(corpus) == pytest.approx(expected)
 
 
@@ -144,8 +144,8 @@ def test_with_few_files_the_end_of_the_text_is_held_out(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10**6])
 def test_the_parts_in_which_text_is_read_do_not_show(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(text, "READ", size)
-    monkeypatch.setattr(text, "ENCODED", size)
+    monkeypatch.setattr(text_to_tokens, "READ", size)
+    monkeypatch.setattr(text_to_tokens, "ENCODED", size)
     content = "äöü€𝄞" * 30 + "\r\nkurz\n\n" + "lang" * 20
     training, held_out = parts(corpus_of(tmp_path, {"t.txt": content}))
     assert bytes(training + held_out).decode() == content
@@ -230,7 +230,7 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path, monkeypatch):
     write(
         tmp_path, {"data/a.txt": "the cat sat\n" * 1000, "data/b.txt": "cat cat the dog\n" * 100, "t.bin": bytes(200)}
     )
-    monkeypatch.setattr(text, "ENCODED", 2**12)  # in pieces that end at lines
+    monkeypatch.setattr(text_to_tokens, "ENCODED", 2**12)  # in pieces that end at lines
     corpus = load_corpus(str(tmp_path / "data"), tokenizer=str(folder))
     assert parts(corpus) == [[2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 55, [3, 3, 2, 0, 5] * 45]
     assert (corpus.vocab_size, corpus.unit) == (6, "token")

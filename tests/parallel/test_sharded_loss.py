@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import paramp
+from paramp.exact.exact_cross_entropy import cross_entropy
 from paramp.exact.exact_layout import ExactLayout
-from paramp.exact.exact_loss import cross_entropy
 from paramp.parallel.tensor.sharded_loss import vocab_parallel_loss
 
 LAYOUT = ExactLayout(seed=0, microchunk=1, slices=8)

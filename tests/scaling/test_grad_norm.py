@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import paramp
 from paramp import clip_grad_norm_
 from paramp.base import memory_block_sizes
-from paramp.scaling import grad_norm, gradient_placements
+from paramp.scaling import complete_and_unscale_gradients, grad_norm
+from paramp.scaling.complete_and_unscale_gradients import unscale_and_check_
 from paramp.scaling.copies_per_element import TiedParameter
-from paramp.scaling.gradient_placements import unscale_and_check_
 from paramp.scaling.local_norm import norm_power
 
 LAYOUTS = {
@@ -197,7 +197,7 @@ def test_bfloat16_gradients_are_checked_and_unscaled_as_torchs_kernel_does(facto
         values[0][3, 2] = wrong
     ours, theirs = ([one.bfloat16().clone() for one in values] for _ in range(2))
     found, expected = torch.zeros(()), torch.zeros(())
-    gradient_placements._unscale_bfloat16_(ours, found, torch.tensor(factor))
+    complete_and_unscale_gradients._unscale_bfloat16_(ours, found, torch.tensor(factor))
     torch._amp_foreach_non_finite_check_and_unscale_(theirs, expected, torch.tensor(factor))
     assert found.item() == expected.item() == float(wrong is not None and not math.isfinite(wrong))
     for one, other in zip(ours, theirs, strict=True):
@@ -209,7 +209,7 @@ def test_a_flag_that_is_set_stays():
     for given in ([], [torch.zeros(0, dtype=torch.bfloat16)], [torch.ones(2, dtype=torch.bfloat16)]):
         for flag in (0.0, 1.0):
             found = torch.tensor(flag)
-            gradient_placements._unscale_bfloat16_(given, found, torch.tensor(0.5))
+            complete_and_unscale_gradients._unscale_bfloat16_(given, found, torch.tensor(0.5))
             unscale_and_check_(given, torch.tensor(0.5), found)
             assert found.item() == flag
 

@@ -51,7 +51,7 @@ SELECTION = [
     *("tests/scaling/test_loss_scaler.py", "tests/optim/test_sharded_gradients.py"),
     *("tests/system/test_matrix.py", "tests/system/test_pool.py", "tests/system/test_schedules.py"),
     *("tests/system/test_sharded_overflow.py", "tests/models/test_moe_gpt.py", "tests/models/test_expert_weights.py"),
-    "tests/observe/test_expert_overflow.py",
+    "tests/observe/test_nonfinite_experts.py",
 ]
 """The tests that use the names of ``paramp/base/torch_internals.py``."""
 

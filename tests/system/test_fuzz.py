@@ -22,7 +22,7 @@ from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_wor
 
 import paramp
 from paramp.base.values_checked_by_type import build
-from paramp.compat import foreign_keys, foreign_names
+from paramp.compat import foreign_key_advice, foreign_names
 from paramp.compat.colossalai.amp import AMP_TYPE
 from paramp.compat.foreign_names import _OPTIONS
 from paramp.config.files import load
@@ -244,7 +244,7 @@ NAMES = {"fp16", "precision", "config", "set", "user", "mode", "emulate-fp16"} |
 }
 NAMES |= set(SPELLED) | {name for names in _OPTIONS.values() for name in names} | {"dp", "tp", "pp"}
 NAMES |= {flag.name.strip("-") for flag in FLAGS}
-NAMES |= {*foreign_keys.TOP, *foreign_keys.NAMES}
+NAMES |= {*foreign_key_advice.TOP, *foreign_key_advice.NAMES}
 NAMES = {*map(plain, NAMES)}
 
 

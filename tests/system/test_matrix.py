@@ -19,7 +19,7 @@ from pool import World, on_each_device, run_on_ranks
 from reference import assert_follows, assert_losses_follow, assert_strays, sgd_in_plain_torch, small_gpt, train_engine
 
 import paramp
-from paramp.base.optional_packages import find_torchao
+from paramp.base.installed_packages import find_torchao
 from paramp.models import GPT
 from paramp.precision.modes import PRESETS
 

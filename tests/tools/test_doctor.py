@@ -13,7 +13,7 @@ import torch
 from commands import ROOT
 
 import paramp
-from paramp.base.optional_packages import PackageStatus
+from paramp.base.installed_packages import PackageStatus
 from paramp.precision.modes import PRESETS
 from paramp.tools import doctor
 from paramp.tools.cli import main

@@ -17,7 +17,7 @@ from paramp.observe.replica_check import Difference
 from paramp.observe.timeline import RankSpans, Span, Timeline
 from paramp.scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, RankCoordinates
 from paramp.tools.metrics import Metrics
-from paramp.tools.run_folder import read_run
+from paramp.tools.read_run import read_run
 
 
 def test_a_loop_writes_metrics_of_its_own(tmp_path):

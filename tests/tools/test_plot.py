@@ -6,7 +6,7 @@ import numpy as np
 
 from paramp.tools.cli import main
 from paramp.tools.plot import draw, plot
-from paramp.tools.run_folder import read_run
+from paramp.tools.read_run import read_run
 
 RECORDS = [
     {"step": 1, "loss": None, "grad_norm": None, "loss_scale": 8.0, "skipped": 1, "tokens_per_second": 10.0},

@@ -12,6 +12,7 @@ from families import family, long
 
 from paramp.tools import metrics
 from paramp.tools.cli import main
+from paramp.tools.read_run import LoggedRun, read_run
 from paramp.tools.report import run_page, step_panels
 from paramp.tools.report.buckets import changes, in_buckets, width_of
 from paramp.tools.report.gradient_panel import gradient_panel
@@ -19,7 +20,6 @@ from paramp.tools.report.run_page import page_of, report
 from paramp.tools.report.step_panels import StepAxis, loss_panel, norm_panel, scale_panel
 from paramp.tools.report.tables import differences, duration, head, launches, overflows, replicas_text
 from paramp.tools.report.timeline_panel import timeline_panels
-from paramp.tools.run_folder import LoggedRun, read_run
 
 SPAN = {"ph": "X", "cat": "forward", "pid": 1, "tid": 1, "name": "forward 0"}
 SPAN |= {"ts": 5000.0, "dur": 2000.0, "args": {"stage": 1, "microbatch": 0, "call": 0}}

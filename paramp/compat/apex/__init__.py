@@ -3,7 +3,7 @@
 NVIDIA removed ``apex.amp`` from Apex in 2025. This one also supports models that are distributed over processes.
 """
 
-from ..foreign_modules import add_modules
+from ..foreign_module_advice import add_modules
 from . import amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
 
 __all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...base.optional_packages import find_apex
+from ...base.installed_packages import find_apex
 from ..missing import missing
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]

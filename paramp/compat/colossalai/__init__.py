@@ -1,7 +1,7 @@
 """Colossal-AI's interface: replace ``import colossalai`` by ``from paramp.compat import colossalai``."""
 
 from ...engine.initialize import initialize
-from ..foreign_modules import add_modules
+from ..foreign_module_advice import add_modules
 from . import amp, context, core, logging, nn, trainer, utils
 from .context import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 

@@ -1,6 +1,6 @@
 """Composer's interface: ``from paramp.compat.composer import functional, algorithms``."""
 
-from ..foreign_modules import add_modules
+from ..foreign_module_advice import add_modules
 from ..missing import missing
 from . import algorithms, functional
 

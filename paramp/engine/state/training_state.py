@@ -34,11 +34,11 @@ from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler
 from ..accumulation_window import AccumulationWindow
+from ..moving_averages_of_weights import WeightAverages
 from ..step import OptimizerStep
 from .model_tensors import ModelTensors, ParamChunks
 from .optimizer_state import OptimizerState
 from .random_streams import RandomStreams, saved_layout
-from .weight_averages import WeightAverages
 
 
 class Stateful(Protocol):

@@ -39,7 +39,7 @@ from ...base.uncompiled import uncompiled
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision
 from . import fsdp2_internals
-from .unit_order import END, UnitOrder
+from .unit_order_check import END, UnitOrder
 
 expect("torch._C._autograd")
 

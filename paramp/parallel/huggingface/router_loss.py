@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ..expert_balance import DROPPED, StepCounts, num_chosen
-from ..stacked_experts import num_experts
+from ..recognize_stacked_experts import num_experts
 from .unpadded_tokens import shown
 
 FUNCTION = "load_balancing_loss_func"

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import run_within, with_parameters
-from ...distributed.tensor_random import replicated_random, sharded_random
+from ...distributed.random_across_tensor_ranks import replicated_random, sharded_random
 from ..expert_dispatch import ExpertParallel
 from .colwise_and_rowwise import (
     SEQUENCE,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..run_folder import Record
+from ..read_run import Record
 from .buckets import width_of
 from .figures import (
     BLUE,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError, require
-from ..run_folder import LoggedRun, read_run
+from ..read_run import LoggedRun, read_run
 from . import tables
 from .figures import DARK, Panel
 from .gradient_panel import gradient_panel

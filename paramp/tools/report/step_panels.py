@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..run_folder import NUMBERS, LoggedRun, Record
+from ..read_run import NUMBERS, LoggedRun, Record
 from .buckets import Array, Buckets, changes, in_buckets, width_of
 from .figures import (
     BLUE,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..run_folder import LoggedRun, Record
+from ..read_run import LoggedRun, Record
 from .step_panels import place_of, scale_text
 
 STILL_RUNS = 600.0

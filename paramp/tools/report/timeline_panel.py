@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..run_folder import LoggedRun, Record
+from ..read_run import LoggedRun, Record
 from .figures import (
     BLUE,
     FONT,

@@ -27,9 +27,9 @@ from ...distributed.context import ParallelContext
 from ...distributed.error_report import report_failure
 from ...distributed.launch_from_torch_mpi_slurm import launch_from_environment
 from ...distributed.local_launcher import start_processes
-from ...engine.divisor_of_loss_sums import Criterion
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
+from ...engine.power_of_two_loss_divisor import Criterion
 from ...parallel.microbatches import Batch
 from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
 from .compare import NUM_PERTURBED, compare, rounding

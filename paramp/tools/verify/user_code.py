@@ -25,7 +25,7 @@ from ...parallel.microbatches import Batch
 from .options import Options, check_target
 
 if TYPE_CHECKING:
-    from ...engine.divisor_of_loss_sums import Criterion
+    from ...engine.power_of_two_loss_divisor import Criterion
 
 expect("torch.nn.modules.dropout._DropoutNd")
 

@@ -8,7 +8,7 @@ import torch
 
 from ....base.dtensor import local
 from ....optim.masters_outside_buffers import ParameterMasters
-from ....scaling.gradient_placements import complete_and_check, dense_gradients, unscale_and_check_
+from ....scaling.complete_and_unscale_gradients import complete_and_check, dense_gradients, unscale_and_check_
 from .errors import AmpError
 
 

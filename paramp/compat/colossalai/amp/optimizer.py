@@ -16,8 +16,8 @@ from ....distributed.context import current_context
 from ....engine.step import StepResult
 from ....optim.user_optimizer import StepGuard
 from ....precision.compute_context import ComputeContext
+from ....scaling.complete_and_unscale_gradients import complete_and_check, unscale_and_check_
 from ....scaling.grad_norm import count_zeros, norm_weight, positive, total_norm
-from ....scaling.gradient_placements import complete_and_check, unscale_and_check_
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling_options import LossScaling
 from ....scaling.step_decision import clip_coefficient

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ..scaling.gradient_placements import dense_gradients
+from ..scaling.complete_and_unscale_gradients import dense_gradients
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.loss_scaling_options import LossScaling
 

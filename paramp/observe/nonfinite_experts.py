@@ -1,8 +1,8 @@
 """Which experts got how many tokens, and which of them produced what is not finite, while a window runs again.
 
-The forward of a stack of experts (:func:`~paramp.parallel.stacked_experts.num_experts`) takes tokens, the index of each
-token's experts and their weights, as those of transformers. Over several ranks each rank sees the experts of its own
-tokens, by their index in the whole stack.
+The forward of a stack of experts (:func:`~paramp.parallel.recognize_stacked_experts.num_experts`) takes tokens, the
+index of each token's experts and their weights, as those of transformers. Over several ranks each rank sees the experts
+of its own tokens, by their index in the whole stack.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..base.dtensor import local
 from ..base.trees import tensors
 from ..base.wrapped_models import plain_name
 from ..distributed.context import ParallelContext
-from ..parallel.stacked_experts import SEE_ROWS, num_experts
+from ..parallel.recognize_stacked_experts import SEE_ROWS, num_experts
 from ..scaling.overflow_report import gather_findings, non_finite_experts
 
 

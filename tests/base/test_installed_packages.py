@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from paramp.base.optional_packages import find_apex
+from paramp.base.installed_packages import find_apex
 
 KERNELS = ("fused_layer_norm_cuda.py", "amp_C.py")
 NVIDIAS = ("apex/__init__.py", "apex/normalization/__init__.py", "apex/optimizers/__init__.py", "apex/amp/__init__.py")

@@ -11,9 +11,9 @@ from torch import nn
 
 from paramp.base.errors import ConfigError
 from paramp.base.uncompiled import unwatched
-from paramp.distributed.tensor_random import sharded_random
+from paramp.distributed.random_across_tensor_ranks import sharded_random
 from paramp.exact.dropout_masks import Masks
-from paramp.exact.exact_functions import ExactFunctions
+from paramp.exact.exact_function_mode import ExactFunctions
 from paramp.exact.exact_layout import ExactLayout, Position
 from paramp.exact.forwards_in_microchunk import Forwards
 

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 import torch
 
-from ...base import memory_block_sizes
-from ...base.scratch_memory_cpu import Scratch
-from ...checkpoint.chunks import Chunk
-from ...checkpoint.header import Header
-from ...optim.flat_buffer import Buffer
-from ..accumulation_window import AccumulationWindow
-from .full_state import full_state_dict
-from .model_tensors import ParamChunks
+from ..base import memory_block_sizes
+from ..base.scratch_memory_cpu import Scratch
+from ..checkpoint.chunks import Chunk
+from ..checkpoint.header import Header
+from ..optim.flat_buffer import Buffer
+from .accumulation_window import AccumulationWindow
+from .state.full_state import full_state_dict
+from .state.model_tensors import ParamChunks
 
 EMA = "ema."
 """The prefix of the names of averages in a checkpoint."""

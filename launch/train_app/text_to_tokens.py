@@ -15,7 +15,7 @@ import numpy as np
 from paramp import ConfigError
 from paramp.base.values_checked_by_type import user_path
 
-from .tokens import Tokens
+from .token_sources import Tokens
 
 READ = 2**22
 """The most bytes of a file that are checked at once."""

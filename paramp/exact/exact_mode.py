@@ -29,11 +29,11 @@ from ..parallel.microbatches import Batch
 from ..parallel.model_families import ModelAdapter
 from ..pipeline.stage import Stages
 from .dropout_masks import Masks
-from .exact_functions import ExactFunctions
+from .exact_function_mode import ExactFunctions
 from .exact_layout import ExactLayout, Position, SequenceSlices
+from .exact_model_checks import check_buffers, check_modules, check_ties
 from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
-from .layout_checks import check_buffers, check_modules, check_ties
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
 from .microchunk_run import MicrochunkRun
 from .sum_of_squares import squares_over_world
@@ -152,7 +152,7 @@ class ExactNumerics(Numerics):
     ) -> None:
         """Watch what the stages call of torch."""
         from ..parallel.tensor.styles import ScatterSequence
-        from .exact_loss import cross_entropy  # imports DTensor
+        from .exact_cross_entropy import cross_entropy  # imports DTensor
 
         names: dict[nn.Module, str] = {}
         stages_of: defaultdict[str, set[int]] = defaultdict(set)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paramp.base.memory_alignment_cpu import zeros_apart
+from paramp.base.staggered_memory_cpu import zeros_apart
 
 CPU = torch.device("cpu")
 

@@ -41,7 +41,7 @@ def test_a_process_ends_after_its_threads_have_released_their_tensors(tmp_path):
 
 def test_a_forked_process_waits_for_no_thread_of_its_own():
     """Processes of the tests are forked: Python then has another number for the main thread."""
-    program = "from paramp.base.gloo_threads import _states; print([*_states()])"
+    program = "from paramp.base.wait_for_gloo_at_exit import _states; print([*_states()])"
     assert succeeded(python("-c", program)).stdout == "[]\n"
 
 

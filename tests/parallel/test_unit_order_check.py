@@ -12,8 +12,8 @@ from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
-import paramp.parallel.fsdp.unit_order as module
-from paramp.parallel.fsdp.unit_order import UnitOrder
+import paramp.parallel.fsdp.unit_order_check as module
+from paramp.parallel.fsdp.unit_order_check import UnitOrder
 
 
 class Blocks(nn.Module):

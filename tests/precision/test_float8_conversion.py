@@ -21,14 +21,14 @@ from trainer_runs import hide
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.base.optional_packages import PackageStatus, find_transformer_engine
+from paramp.base.installed_packages import PackageStatus, find_transformer_engine
 from paramp.parallel.tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan, sharded_dims
 from paramp.parallel.tensor.styles import STYLES
 from paramp.precision.capabilities import find_library
+from paramp.precision.choose_float8_layers import choose_layers
 from paramp.precision.compute_context import computing
-from paramp.precision.float8 import convert
-from paramp.precision.float8_layers import choose_layers
+from paramp.precision.float8_conversion import convert
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
 from paramp.precision.modes import PRESETS, Float8, Precision
 from paramp.precision.transformer_engine import transformer_engine_recipe

@@ -26,7 +26,7 @@ from ..precision.compute_context import ComputeContext, default_dtype, to_comput
 from ..precision.fp32_routers import keep_routers_wide
 from ..precision.modes import Mode, Precision, ReduceDtypes
 from .gradient_for_torch_clipping import logical_parameter
-from .shared_grad_scaler import SharedGradScaler, device_types
+from .multi_optimizer_scaler import SharedGradScaler, device_types
 
 
 class LightningPrecision:

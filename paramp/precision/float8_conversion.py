@@ -38,7 +38,7 @@ from torch import nn
 from ..base.dtensor import local
 from ..base.module_surgery import run_within
 from .capabilities import Library, find_library
-from .float8_layers import MULTIPLE, Choice, choose_layers
+from .choose_float8_layers import MULTIPLE, Choice, choose_layers
 from .modes import Float8, Precision
 from .transformer_engine import engine_autocast, engine_layer, transformer_engine_recipe
 
