@@ -562,7 +562,7 @@ def test_a_loss_in_fp32_of_outputs_in_fp64_is_no_mistake(world):
         engine = engine_of(build("Llama"), None)
         for batch in batches("Llama"):
             engine.forward_backward(batch)
-            engine.zero_grad()
+            engine.step()
 
 
 class Shifted(nn.Module):

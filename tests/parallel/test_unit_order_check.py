@@ -137,6 +137,38 @@ def test_a_block_that_one_rank_runs_once_more_and_a_backward_that_one_leaves_out
             trained.step()
 
 
+class Pausing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.computes = nn.Linear(4, 4), True
+
+    def forward(self, x):
+        return self.linear(x).tanh() if self.computes else x
+
+
+@on_ranks(2)
+def test_a_block_that_computes_nothing_on_one_rank(world):
+    """Its parameters have no gradient there. Of the first block that is trained, it is the place where the backward
+    ends: that of the other rank has one more block."""
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
+        model = seeded(lambda: nn.Sequential(*(Pausing() for _ in range(3))))
+        plain, part = copy.deepcopy(model), own_part(context, X, Y)
+        engine = engine_of(model)
+        engine.module[0].computes = world.rank == 0
+        with pytest.raises(RuntimeError, match=r"the reduction of the gradients of '1' runs on .* but is skipped on"):
+            engine.forward_backward(*part)
+        engine.zero_grad()
+
+        engine.module[0].computes, engine.module[1].computes = True, world.rank == 0
+        engine.forward_backward(*part)
+        assert engine.step().stepped
+        for rank, (x, y) in enumerate(zip(X.chunk(2), Y.chunk(2), strict=True)):
+            plain[1].computes = rank == 0
+            (nn.functional.mse_loss(plain(x), y) / 2).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-6)
+
+
 @on_ranks(2)
 def test_blocks_that_all_ranks_choose_alike_train(world):
     """Orders that part again and again, more of them than are remembered."""

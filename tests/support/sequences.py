@@ -187,6 +187,8 @@ def _with_features(case: Case, rng: random.Random, features: Collection[str]) ->
     case |= {name: name in features for name in ("compile", "exact")}
     case["ema"] = rng.choice([0.75, 0.9]) if "ema" in features else None
     case["gain"] = "none" if "sequence" in features else "vector" if sharded else "scalar"
+    if sharded:
+        case["operations"] = [_reduced_in_one_order(*one) for one in case["operations"]]
     if exact:  # what does the same in every layout; no shard has a gradient hook, so no layout may
         left_out = ("gradient", "hook") if sharded else ("gradient",)
         case["operations"] = [_of_any_layout(*one) for one in case["operations"] if one[0] not in left_out]
@@ -195,6 +197,14 @@ def _with_features(case: Case, rng: random.Random, features: Collection[str]) ->
         case |= json.loads(text)
         case["frozen"] = sorted({*case["frozen"]})
     return case
+
+
+def _reduced_in_one_order(name: str, *arguments: Any) -> list[Any]:
+    """The operation, or one like it after which the backward of each data rank comes to the same modules: to the
+    first ones, which it reaches if they compute something with trained weights (docs/sharded.md)."""
+    if name == "switch" and arguments[0] == 0 and arguments[1] != "on":
+        return [name, 0, None]
+    return [name, "4."] if (name, *arguments) == ("freeze", "1.") else [name, *arguments]
 
 
 def _of_any_layout(name: str, *arguments: Any) -> list[Any]:
