@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import memory_block_sizes
+from . import loop_block_sizes
 
 
 class Scratch:
@@ -15,7 +15,7 @@ class Scratch:
 
     def like(self, name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the shape of ``block``, 1-dim, uninitialised; the next one of this ``name`` overwrites it."""
-        if block.numel() > memory_block_sizes.KEPT:
+        if block.numel() > loop_block_sizes.KEPT:
             return torch.empty_like(block, dtype=dtype)
         held = self._held.get(name)
         if held is None or held.numel() < block.numel() or held.dtype is not dtype:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from . import memory_block_sizes
+from . import loop_block_sizes
 
 _PAGE = 2**12
 _MADV_HUGEPAGE = 14
@@ -22,10 +22,10 @@ def zeros_apart(size: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     and its store queue: AdamW over 4 tensors of 100 M elements took 79 ms, and 61 ms where they begin apart (EPYC).
     The longest are in huge pages, with which a pass over memory looks up fewer addresses.
     """
-    if device.type != "cpu" or size * dtype.itemsize < memory_block_sizes.APART:
+    if device.type != "cpu" or size * dtype.itemsize < loop_block_sizes.APART:
         return torch.zeros(size, dtype=dtype, device=device)
     memory = torch.empty(size + _PAGE // dtype.itemsize, dtype=dtype, device=device)
-    if memory.nbytes >= memory_block_sizes.HUGE:
+    if memory.nbytes >= loop_block_sizes.HUGE:
         _ask_for_huge_pages(memory)
     place = next(_num_long) * 17 % 64 * 64  # a page has 64 lines of 64 bytes
     offset = (place - memory.data_ptr()) % _PAGE // dtype.itemsize  # memory from the heap begins anywhere in a page

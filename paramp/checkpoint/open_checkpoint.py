@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.collectives import gather_objects
 from ..base.errors import CheckpointError
 from ..base.values_checked_by_type import user_path
@@ -113,7 +113,7 @@ class OpenCheckpoint:
             return f"{str(file)!r} has {size} bytes, expected {written.size}"
         digest, position = hashlib.sha256(), 0
         try:
-            while data := os.pread(descriptor, memory_block_sizes.CHECKED_READ, position):
+            while data := os.pread(descriptor, loop_block_sizes.CHECKED_READ, position):
                 digest.update(data)
                 position += len(data)
         except OSError as error:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.scratch_memory_cpu import Scratch
 from ..checkpoint.chunks import Chunk
 from ..checkpoint.header import Header
@@ -96,7 +96,7 @@ class WeightAverages:
 
     def _blocks(self) -> Iterator[tuple[Buffer, slice, torch.Tensor]]:
         """(buffer, range, averages in it), in blocks that stay in the cache."""
-        size = memory_block_sizes.STEP_BLOCK[self._weights.device.type]
+        size = loop_block_sizes.STEP_BLOCK[self._weights.device.type]
         for buffer in self._weights.buffers:
             assert buffer.average is not None
             for start in range(0, buffer.own_size, size):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.torch_internals import expect
 from ..distributed.replicated_axes import replicated_axes
 from ..optim.flat_buffer import FlatParam
@@ -278,7 +278,7 @@ class ShardedMicrochunkGradients(MicrochunkGradients):
         lengths = [*(param.reserved for param in params), len(params)]
         present = _presence_of(found, device).expand(count, -1)
         shards = torch.cat([*(_shards(*pair, count, device) for pair in zip(params, found, strict=True)), present], 1)
-        parts = shards.split(max(1, memory_block_sizes.SUM_PIECE // count), dim=1)
+        parts = shards.split(max(1, loop_block_sizes.SUM_PIECE // count), dim=1)
         own = torch.cat([self._own_shard(part, of_experts) for part in parts])
         *sums, counts = own.split(lengths)
         return _without_absent([value[: param.size] for param, value in zip(params, sums, strict=True)], found, counts)

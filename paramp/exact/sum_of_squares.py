@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.collectives import all_reduce_
 
 _BITS = 20
@@ -127,7 +127,7 @@ def _bins(flat: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
     """
     shifts = (units * (1.5 * 2**52)).unbind()
     sums = []
-    for block in flat.split(memory_block_sizes.SQUARES_BLOCK[flat.device.type]):
+    for block in flat.split(loop_block_sizes.SQUARES_BLOCK[flat.device.type]):
         rest = block.double().square_()
         for shift in shifts:
             multiples = (rest + shift).sub_(shift)

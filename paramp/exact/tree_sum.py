@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.collectives import all_gather_single, all_reduce_
 from ..base.torch_internals import expect
 
@@ -106,7 +106,7 @@ def sum_over_(own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group.size() == 2:
         all_reduce_(own, group)  # one addition an element, in any algorithm, and it commutes
         return
-    count = memory_block_sizes.SUM_PIECE
+    count = loop_block_sizes.SUM_PIECE
     assert count % group.size() == 0, f"got {group.size()} ranks, expected a power of two"
     rest = own.numel() % group.size()
     for part in own[: own.numel() - rest].split(count):

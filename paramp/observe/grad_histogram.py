@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.dtensor import is_dtensor, local
 from ..base.errors import ConfigError
 from ..base.values_checked_by_type import user_path
@@ -201,7 +201,7 @@ def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64)."""
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    for chunk in gradient.split(memory_block_sizes.COUNTED):
+    for chunk in gradient.split(loop_block_sizes.COUNTED):
         values = chunk.double()  # fp32 and half subnormals are normal in float64, so frexp is exact
         indices = values.frexp().exponent.long() - 1 - LOWEST
         indices = torch.where(values == 0, ZEROS, torch.where(values.isfinite(), indices, NON_FINITE))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.errors import ConfigError
 from ..base.scratch_memory_cpu import Scratch
 from .flat_buffer import FlatParam
@@ -103,7 +103,7 @@ class PlainStep:
 
     def _follow_changes(self) -> None:
         """Update the masters of weights that were changed in place, block by block."""
-        size, scratch = memory_block_sizes.STEP_BLOCK[self._weights.device.type], Scratch()
+        size, scratch = loop_block_sizes.STEP_BLOCK[self._weights.device.type], Scratch()
         for buffer in self._weights.buffers:
             for start in range(0, buffer.own_size, size):
                 buffer.masters.read(slice(start, start + size), scratch)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.staggered_memory_cpu import zeros_apart
 from ..base.torch_internals import take
@@ -221,7 +221,7 @@ def in_buckets(params: Sequence[FlatParam]) -> Iterator[list[FlatParam]]:
     first = size = 0
     for index, param in enumerate(params):
         size += param.size
-        if size >= memory_block_sizes.BUCKET or index == len(params) - 1:
+        if size >= loop_block_sizes.BUCKET or index == len(params) - 1:
             yield list(params[first : index + 1])
             first, size = index + 1, 0
 

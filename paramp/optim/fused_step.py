@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.scratch_memory_cpu import Scratch
 from ..base.torch_internals import expect
 from ..precision.stochastic_rounding import round_state
@@ -184,7 +184,7 @@ class FusedStep:
             options = self._optimizer.param_groups[step_range.group]
             names = self._kernel.states(options)
             update = self._kernel.bind(options, self._state.step_of[step_range.params[0]])
-            for block in self._in_blocks(step_range, memory_block_sizes.STEP_BLOCK[device]):
+            for block in self._in_blocks(step_range, loop_block_sizes.STEP_BLOCK[device]):
                 # Read, step and write a block, while it is in the cache. Half-precision weights without masters are
                 # stepped in fp32 and rounded once. torch's fused SGD for the CPU computes wrong momenta in half
                 # precision. State in half precision is widened and rounded likewise.

@@ -3,7 +3,7 @@
 On CUDA autocast widens operators that lose accuracy in half precision to fp32: norms, softmax, exponentials, powers,
 sums, losses. On the CPU it does not: they run in the dtype of their input, so that a model gives different results.
 :func:`computing` closes that gap: inside it the operators that CUDA's table widens compute in fp32 on the CPU too, and
-products of experts in half, by kernels of paramp's (:mod:`.operators_under_autocast`), which torch has while a context
+products of experts in half, by kernels of paramp's (:mod:`.autocast_kernels`), which torch has while a context
 is open, or what :func:`autocast_kernels` returns is kept. CPUs without fp16 arithmetic compute products of fp16 in fp32
 (:mod:`.fp16_emulation_cpu`).
 """
@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 
 from ..base.torch_internals import REPLACED, replace_kernels
+from .autocast_kernels import KEYS, depth, narrowed, operator_kernels
 from .capabilities import has_native_fp16
 from .fp16_emulation_cpu import emulate_fp16, fp16_kernels
 from .modes import Precision
-from .operators_under_autocast import KEYS, depth, narrowed, operator_kernels
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..base.errors import ConfigError, key_name, nearest, require, shown
 from ..base.values_checked_by_type import convert
 from ..scaling.loss_scaling_options import LossScaling
 
-FOREIGN_NAMES = "paramp.compat.foreign_names"
+FOREIGN_NAMES = "paramp.compat.foreign_config_values"
 """The module of other libraries' names, imported for a value that is none of ours."""
 
 
@@ -178,7 +178,7 @@ class Precision:
         """The mode for ``value``: a name or alias, or a mapping of a ``mode`` and options.
 
         ``"fp16"`` and ``torch.float16`` are ``16-mixed``, ``"bfloat16"`` and ``torch.bfloat16`` ``bf16-mixed``; other
-        libraries' names are those of :mod:`paramp.compat.foreign_names`.
+        libraries' names are those of :mod:`paramp.compat.foreign_config_values`.
 
         The options in ``{"mode": "16-mixed", "init_scale": 1024.0}`` are the fields of the mode's :class:`LossScaling`
         and :class:`Float8`, and the arguments of :meth:`storing`. With an ``AMP_TYPE`` as the mode, they are those of
@@ -194,10 +194,10 @@ class Precision:
         key = ALIASES.get(value, value) if isinstance(value, (str, int, torch.dtype)) else value
         if isinstance(key, str) and key in PRESETS:
             return PRESETS[key]
-        foreign_names = importlib.import_module(FOREIGN_NAMES)
-        if (mode := foreign_names.precision_of(value)) is not None:
+        foreign_config_values = importlib.import_module(FOREIGN_NAMES)
+        if (mode := foreign_config_values.precision_of(value)) is not None:
             return cast(Precision, mode)
-        known = [*PRESETS, *(alias for alias in (*ALIASES, *foreign_names.ALIASES) if isinstance(alias, str))]
+        known = [*PRESETS, *(alias for alias in (*ALIASES, *foreign_config_values.ALIASES) if isinstance(alias, str))]
         raise ConfigError(f"precision: got {shown(value)}, expected one of {', '.join(known)}{nearest(value, known)}")
 
 
@@ -268,12 +268,12 @@ def _parse_options(options: Mapping[str, Any]) -> Precision:
         return _parse_options(given).storing(**storage)
     mode = given.pop("mode", None)
     if not isinstance(mode, (str, int)) or mode not in (*PRESETS, *ALIASES):
-        foreign_names = importlib.import_module(FOREIGN_NAMES)
-        if (parsed := foreign_names.precision_with(mode, given)) is not None:
+        foreign_config_values = importlib.import_module(FOREIGN_NAMES)
+        if (parsed := foreign_config_values.precision_with(mode, given)) is not None:
             return cast(Precision, parsed)
         if not isinstance(mode, (str, int)) or isinstance(mode, bool):
             raise ConfigError(
-                f"mode: got {shown(mode)}, expected one of {foreign_names.MODES}, or a name such as 16-mixed"
+                f"mode: got {shown(mode)}, expected one of {foreign_config_values.MODES}, or a name such as 16-mixed"
             )
     row = Precision.parse(mode)
     internal = {"transformer_engine"}  # set by the mode's name

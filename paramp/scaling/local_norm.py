@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..base import memory_block_sizes
+from ..base import loop_block_sizes
 from ..base.torch_internals import expect
 
 expect("torch._foreach_norm")
@@ -85,7 +85,7 @@ def _blocked_power(gradient: torch.Tensor, norm_type: float, sums: Sums | None =
     if flat.dtype is wide:
         norms = _block_norms(flat, norm_type)
     else:
-        size = memory_block_sizes.WIDEN_BLOCK
+        size = loop_block_sizes.WIDEN_BLOCK
         scratch, chunks = torch.empty(min(size, flat.numel()), dtype=wide), flat.split(size)
         norms = torch.cat([_block_norms(scratch[: chunk.numel()].copy_(chunk), norm_type) for chunk in chunks])
     if math.isinf(norm_type):

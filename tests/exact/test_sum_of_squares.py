@@ -10,7 +10,7 @@ import torch
 from counting import Operators
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.exact.sum_of_squares import largest, squares, total
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_any_order_and_any_parts_have_the_same_bits(dtype, monkeypatch):
     values[chance.randrange(len(values))] = 6e4
     expected = sum_of([values])
     for size in (1000, 2**14, 2**16, 2**25):
-        monkeypatch.setitem(memory_block_sizes.SQUARES_BLOCK, "cpu", size)
+        monkeypatch.setitem(loop_block_sizes.SQUARES_BLOCK, "cpu", size)
         assert sum_of([values]).equal(expected)
     for _ in range(5):
         values = values[torch.randperm(len(values))]
@@ -150,10 +150,10 @@ def test_what_has_no_exact_square_or_product_is_refused():
 def test_a_gpu_launches_few_kernels():
     with FakeTensorMode():
         counts, most = [], torch.empty((), dtype=torch.float64)
-        for length, size in ((2**22, 2**16), (2**27, memory_block_sizes.SQUARES_BLOCK["cuda"])):
-            with mock.patch.dict(memory_block_sizes.SQUARES_BLOCK, cpu=size), Operators() as operators:
+        for length, size in ((2**22, 2**16), (2**27, loop_block_sizes.SQUARES_BLOCK["cuda"])):
+            with mock.patch.dict(loop_block_sizes.SQUARES_BLOCK, cpu=size), Operators() as operators:
                 squares([torch.empty(length, dtype=torch.float16)], [1.0], most)
             counts.append(sum(not operator.is_view for operator, _ in operators.calls))
     assert counts[0] > 2**22 / 2**16 * 10
     assert counts[1] < 100
-    assert memory_block_sizes.SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries
+    assert loop_block_sizes.SQUARES_BLOCK["cuda"] * 8 * 3 < 2**30  # bytes of its temporaries

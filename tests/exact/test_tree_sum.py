@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks, run_on_ranks
 
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.exact.tree_sum import SumTree, own_slice_of_sum, sum_over, sum_over_, tree_sum
 
 
@@ -79,7 +79,7 @@ def test_ranks_add_up_the_rest_of_the_tree(world):
 
 def add_up_in_place(world):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_block_sizes, "SUM_PIECE", 8)
+        patch.setattr(loop_block_sizes, "SUM_PIECE", 8)
         for size in (1, 3, 8, 16, 17, 39):  # less than ranks, whole pieces, and with a rest
             terms = numbers(12, size)
             count = len(terms) // world.size

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import paramp
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.precision.modes import PRESETS
 
 
@@ -131,7 +131,7 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
 
 
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):
-    monkeypatch.setattr(memory_block_sizes, "BUCKET", 16)
+    monkeypatch.setattr(loop_block_sizes, "BUCKET", 16)
     with paramp.launch_from_torch({"precision": "O2"}):  # batch norms are in fp32
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
         first, *others = model

@@ -15,7 +15,7 @@ from small_engines import engine_of, own_part
 from torch import nn
 
 import paramp
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.compat.colossalai.amp import AMP_TYPE
 
 FSDP2 = {"data": {"shard": 2}}
@@ -104,7 +104,7 @@ def engine_backward(engine, x, y, uses_extra):
 @on_ranks(2)
 def test_a_parameter_is_stepped_if_any_rank_has_a_gradient(world, layout, make):
     """Also of several backwards; in small buckets, of which one rank may complete one that the other does not."""
-    with mock.patch.object(memory_block_sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
+    with mock.patch.object(loop_block_sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
         pair = Pair(make)
         for step, uses_extra in enumerate([(True, True), (False, True), (False, False), (True, False), (False, True)]):
             pair.engine.module.zero_grad()  # which takes the buffers' gradients away
@@ -130,7 +130,7 @@ HOOKS = {
 
 @on_ranks(2)
 def test_with_zero_hooks_that_come_after_initialize_run_before_the_reduction(world):
-    with mock.patch.object(memory_block_sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": {"zero": 1}}):
+    with mock.patch.object(loop_block_sizes, "BUCKET", 64), paramp.launch_from_torch({"parallel": {"zero": 1}}):
         pair = Pair()
         for name, (hook, factor) in HOOKS.items():
             pair.engine.module.get_parameter(name).register_post_accumulate_grad_hook(hook)

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 
 NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
 
 
 def buckets(size):
-    return mock.patch.object(memory_block_sizes, "BUCKET", size)
+    return mock.patch.object(loop_block_sizes, "BUCKET", size)
 
 
 def train(parallel, precision, masters):

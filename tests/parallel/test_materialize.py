@@ -12,8 +12,8 @@ from small_engines import engine_of
 from torch import nn
 
 import paramp
-from paramp.base import memory_block_sizes
-from paramp.compat import foreign_names
+from paramp.base import loop_block_sizes
+from paramp.compat import foreign_config_values
 from paramp.parallel.materialize import materialize
 from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 from paramp.precision import modes
@@ -39,9 +39,9 @@ class Model(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *modes.ALIASES, *foreign_names.ALIASES])
+@pytest.mark.parametrize("name", [*PRESETS, *modes.ALIASES, *foreign_config_values.ALIASES])
 def test_a_model_is_made_in_its_modes_dtype(name):
-    expected = WEIGHTS[(modes.ALIASES | foreign_names.ALIASES).get(name, name)]
+    expected = WEIGHTS[(modes.ALIASES | foreign_config_values.ALIASES).get(name, name)]
     with paramp.init_module(name, device="cpu"):
         model = Model()
     assert torch.get_default_dtype() is torch.float32
@@ -116,7 +116,7 @@ def test_a_rank_holds_its_shards_and_one_bucket_at_most(world, parallel, precisi
         pytest.MonkeyPatch.context() as patch,
         paramp.launch_from_torch({"parallel": parallel, "precision": precision, "seed": 5}),
     ):
-        patch.setattr(memory_block_sizes, "BUCKET", WIDTH * WIDTH // (4 if "data" in parallel else 2))
+        patch.setattr(loop_block_sizes, "BUCKET", WIDTH * WIDTH // (4 if "data" in parallel else 2))
         with benchmarks_common().watch_memory(torch.device("cpu")) as memory:
             engine = engine_of(model, None, optimizer, plan=plan if "tensor" in parallel else None)
         # The slack: states of random streams, of 5 kB each, and of the scaler. The least: everything was counted.

@@ -13,7 +13,7 @@ from small_engines import engine_of, own_part, save
 import paramp
 from paramp.base.module_surgery import SCORE_BIAS as BIAS
 from paramp.parallel.expert_balance import token_counts
-from paramp.parallel.huggingface.unpadded_tokens import shown
+from paramp.parallel.huggingface.tokens_that_balance_experts import shown
 from paramp.parallel.model_families import HuggingFaceAdapter
 
 RATE = 0.25

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import paramp
 from paramp import clip_grad_norm_
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.scaling import complete_and_unscale_gradients, grad_norm
 from paramp.scaling.complete_and_unscale_gradients import unscale_and_check_
 from paramp.scaling.copies_per_element import TiedParameter
@@ -251,8 +251,8 @@ def test_long_gradients_are_added_up_exactly(order):
     for size, factor, dtype in (
         (10_000_019, 1e-3, torch.float32),
         (2400, 1e30 if order < 3 or order == math.inf else 1.0, torch.float32),
-        (3 * memory_block_sizes.WIDEN_BLOCK + 100, 1.0, torch.float16),
-        (3 * memory_block_sizes.WIDEN_BLOCK + 100, 1.0, torch.bfloat16),
+        (3 * loop_block_sizes.WIDEN_BLOCK + 100, 1.0, torch.float16),
+        (3 * loop_block_sizes.WIDEN_BLOCK + 100, 1.0, torch.bfloat16),
     ):
         gradient = (randn(size) * factor).to(dtype)
         gradient[-1] = 8.0 * factor

@@ -19,7 +19,7 @@ from small_engines import assert_same_tensors
 from torch import nn
 
 import paramp
-from paramp.base import memory_block_sizes
+from paramp.base import loop_block_sizes
 from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 pytestmark = [
@@ -109,7 +109,7 @@ def check_training(world, mode, make, parallel, folder, **config):
     with paramp.launch_from_torch(config):
         reference = Reference(width, world.size, make)
         engine, *_ = paramp.initialize(model_of(width), make, loss)
-        assert 3 * memory_block_sizes.STEP_BLOCK["cpu"] < (IN + 1) * OUT
+        assert 3 * loop_block_sizes.STEP_BLOCK["cpu"] < (IN + 1) * OUT
         for step in STEPS:
             if step == EDIT:
                 with torch.no_grad():

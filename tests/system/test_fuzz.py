@@ -22,9 +22,9 @@ from train_app.settings import FLAGS, Job, TrainConfig, configure, number_or_wor
 
 import paramp
 from paramp.base.values_checked_by_type import build
-from paramp.compat import foreign_key_advice, foreign_names
+from paramp.compat import foreign_config_values, foreign_key_advice
 from paramp.compat.colossalai.amp import AMP_TYPE
-from paramp.compat.foreign_names import _OPTIONS
+from paramp.compat.foreign_config_values import _OPTIONS
 from paramp.config.files import load
 from paramp.config.layout import ParallelConfig, PipelineConfig, TensorConfig
 from paramp.config.pipeline_schedules import SCHEDULES
@@ -39,7 +39,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 
-ALIASES = modes.ALIASES | foreign_names.ALIASES
+ALIASES = modes.ALIASES | foreign_config_values.ALIASES
 
 
 def fuzz(short: int, full: int):

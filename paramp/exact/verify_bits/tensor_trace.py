@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...base import memory_block_sizes
+from ...base import loop_block_sizes
 
 KINDS = (
     *("forward", "loss", "backward", "weight gradient", "gradient", "norm", "decision"),
@@ -67,7 +67,7 @@ class TraceWriter:
         place = None if offsets is None else tuple(offsets)
         self._held.append({"key": asdict(key), "values": copied, "offsets": place, "partial": partial})
         self._bytes += copied.nbytes
-        if self._bytes >= memory_block_sizes.TRACE_FILE:
+        if self._bytes >= loop_block_sizes.TRACE_FILE:
             self.close()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...base import memory_block_sizes
+from ...base import loop_block_sizes
 from ...base.torch_internals import take
 from ...distributed.context import ParallelContext
 from ...scaling.local_norm import Sums
@@ -91,7 +91,7 @@ class CompiledStep(FusedStep):
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)
             in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, RemainderMasters)
-            size = memory_block_sizes.STEP_BLOCK["cpu"] if in_blocks else step_range.length
+            size = loop_block_sizes.STEP_BLOCK["cpu"] if in_blocks else step_range.length
             for block in self._in_blocks(step_range, size):
                 self._compiled_block(kernel, block, names, row, skip)
 

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from ...base import memory_block_sizes
+from ...base import loop_block_sizes
 from ...base.dtensor import is_dtensor
 from ...scaling.step_decision import HostCopy
 from ..flat_buffer import ALIGNMENT, Buffer, FlatParam
@@ -152,5 +152,5 @@ def _runs(param: FlatParam) -> Iterator[tuple[int, int]]:
     own = param.own_range
     if own.start < own.stop:
         first, stop = own.start // ALIGNMENT, -(-own.stop // ALIGNMENT)
-        for row in range(first, stop, memory_block_sizes.SAMPLED_RUN):
-            yield row, min(memory_block_sizes.SAMPLED_RUN, stop - row)
+        for row in range(first, stop, loop_block_sizes.SAMPLED_RUN):
+            yield row, min(loop_block_sizes.SAMPLED_RUN, stop - row)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from ...base import memory_block_sizes
+from ...base import loop_block_sizes
 from .attention_kernels import Scores, Three, kernel_for, wide
 from .tokens_of_ranks import Segments
 from .visible_keys import Tile
@@ -134,9 +134,7 @@ class _Fit:
         self.kernel, self._visible = kernel_for(q.device, q.dtype, scores), scores.visible
         self._dtype = self.kernel.dtype(q.dtype)
         self._features = self.kernel.features(max(q.shape[-1], v.shape[-1]))
-        self._tile_size = memory_block_sizes.ATTENTION_TILE.get(
-            q.device.type, memory_block_sizes.ATTENTION_TILE["cuda"]
-        )
+        self._tile_size = loop_block_sizes.ATTENTION_TILE.get(q.device.type, loop_block_sizes.ATTENTION_TILE["cuda"])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         missing = 0 if self._features is None else self._features - x.shape[-1]

@@ -26,7 +26,7 @@ from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_
 from .missing_plans import HEAD, find_architecture
 from .model_output import call_options, check_output, counting, label_count, main_output
 from .router_loss import ROUTERS, RouterLoss, RouterSums
-from .unpadded_tokens import MASK, masked_by
+from .tokens_that_balance_experts import MASK, masked_by
 
 FIRST = frozenset({"input_ids", "inputs_embeds"})
 """The inputs of the first stage only."""

@@ -27,7 +27,7 @@ from .decoder_partition import check_parameters_are_in, check_positional, no_pla
 from .missing_plans import find_architecture
 from .model_output import call_options, check_output, counting
 from .router_loss import ROUTERS, asks_for_loss
-from .unpadded_tokens import MASK, masked_by
+from .tokens_that_balance_experts import MASK, masked_by
 
 
 class CalledUnitsPartition:

@@ -19,7 +19,7 @@ from ..loss_and_outputs_of_batch import summed
 from ..microbatches import Batch
 from ..tensor.sharded_loss import IGNORED
 from .router_loss import RouterLoss
-from .unpadded_tokens import MASK, masked_by
+from .tokens_that_balance_experts import MASK, masked_by
 
 
 def without_cache(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from ...base.module_surgery import SCORE_BIAS, is_router
 from ...base.trees import tensors
 from ...base.uncompiled import uncompiled
 from ..expert_balance import TokenCounts
-from .unpadded_tokens import shown_in_forward
+from .tokens_that_balance_experts import shown_in_forward
 
 RATE = "bias_rate"
 """The key of the model's configuration."""

@@ -31,7 +31,7 @@ from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ..expert_balance import DROPPED, StepCounts, num_chosen
 from ..recognize_stacked_experts import num_experts
-from .unpadded_tokens import shown
+from .tokens_that_balance_experts import shown
 
 FUNCTION = "load_balancing_loss_func"
 """What the forwards of transformers call for this loss, of the file of their model."""
@@ -123,7 +123,7 @@ def sums_of(
     Args:
         logits: of each router, (tokens, experts).
         num_choices: how many experts a token has.
-        mask: the model's, of which :func:`.unpadded_tokens.shown` says which tokens count.
+        mask: the model's, of which :func:`.tokens_that_balance_experts.shown` says which tokens count.
     """
     probabilities, numbers = before
     for layer in logits:

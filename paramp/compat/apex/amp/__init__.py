@@ -5,7 +5,7 @@
         scaled_loss.backward()
     optimizer.step()
 
-Four levels define the precisions (:data:`paramp.compat.foreign_names.OPT_LEVELS`): O0 everything in fp32;
+Four levels define the precisions (:data:`paramp.compat.foreign_config_values.OPT_LEVELS`): O0 everything in fp32;
 O1 fp32 weights and casts of operations' inputs; O2 fp16 weights with fp32 masters, batch norms in fp32; O3 everything
 in fp16.
 
@@ -17,7 +17,11 @@ Beyond Apex: CPUs (with emulated fp16 products if necessary), bf16, DTensor para
 whose ``state_dict`` has the masters, and a skipped step after a non-finite gradient under a static scale too.
 """
 
-from .casts import (
+from .errors import AmpError
+from .frontend import initialize, load_state_dict, master_params, reset, state_dict
+from .scaling import scale_loss
+from .session import state as _amp_state
+from .user_function_casts import (
     disable_casts,
     float_function,
     half_function,
@@ -26,10 +30,6 @@ from .casts import (
     register_half_function,
     register_promote_function,
 )
-from .errors import AmpError
-from .frontend import initialize, load_state_dict, master_params, reset, state_dict
-from .scaling import scale_loss
-from .session import state as _amp_state
 
 __all__ = [
     "AmpError",

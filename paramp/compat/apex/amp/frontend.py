@@ -14,12 +14,12 @@ from ....base.errors import ConfigError
 from ....precision.fp32_routers import keep_routers_wide
 from ....precision.modes import Precision
 from ....scaling.loss_scaling_options import LossScaling
-from ...foreign_names import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
-from .casts import patch_registered
+from ...foreign_config_values import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from .errors import AmpError
 from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
 from .optimizers import ApexOptimizer, check_optimizers
 from .session import LossScaler, Session, print_on_main, state
+from .user_function_casts import patch_registered
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -20,7 +20,7 @@ from ....precision.compute_context import ComputeContext
 from ....precision.modes import Precision
 from .errors import AmpError
 from .session import state
-from .weights import is_low
+from .weight_and_gradient import is_low
 
 tree_map = take("torch.utils._pytree.tree_map")
 

@@ -20,7 +20,7 @@ from ....optim.masters_outside_buffers import drop_gradients, follow_changes, wr
 from ....optim.user_optimizer import warn_of_eps
 from .errors import AmpError
 from .session import Session, print_on_main
-from .weights import AmpWeight, is_low
+from .weight_and_gradient import AmpWeight, is_low
 
 
 def check_optimizers(optimizers: Sequence[object]) -> None:

@@ -12,7 +12,7 @@ from ....precision.compute_context import ComputeContext
 from .errors import AmpError
 from .optimizers import ApexOptimizer
 from .session import LossScaler, Session, state
-from .weights import AmpWeight, take_up_changes, unscale_
+from .weight_and_gradient import AmpWeight, take_up_changes, unscale_
 
 
 def scale_loss(

@@ -13,9 +13,9 @@ from torch import nn
 from ....precision.modes import Precision
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling_options import LossScaling
-from ...foreign_names import Properties
+from ...foreign_config_values import Properties
 from .errors import AmpError
-from .weights import AmpWeight
+from .weight_and_gradient import AmpWeight
 
 
 class _Steps(Protocol):

@@ -1,6 +1,6 @@
 """Colossal-AI's ``amp`` package: its modes, and mixed precision without an engine."""
 
-from ...foreign_names import AMP_TYPE
+from ...foreign_config_values import AMP_TYPE
 from .convert import (
     AmpCriterion,
     AmpModel,

@@ -32,7 +32,7 @@ from ....pipeline.stage import Stage
 from ....precision.compute_context import ComputeContext
 from ....precision.fp32_routers import keep_routers_wide
 from ....precision.modes import Precision
-from ...foreign_names import AMP_TYPE
+from ...foreign_config_values import AMP_TYPE
 from .optimizer import AmpOptimizer
 from .weights import Weights
 

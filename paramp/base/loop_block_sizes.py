@@ -1,6 +1,6 @@
 """How much a loop over memory or over a file takes at a time: every such size, so that one place tells and sets them.
 
-Read them when they are used, as ``memory_block_sizes.STEP_BLOCK``. They bound memory and make loops fast; no
+Read them when they are used, as ``loop_block_sizes.STEP_BLOCK``. They bound memory and make loops fast; no
 result depends on them. What defines an arithmetic, such as the rows of the norm, is with its code.
 """
 
