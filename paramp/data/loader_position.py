@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,9 +37,9 @@ class LoaderPosition:
     """The loader's sampler, which skips items on a resume. None: batches are read and dropped."""
     _items_per_batch: int
     """The sampler's items in one batch."""
-    _next: int = 0
-    _skip: int = 0
-    _current: _EpochIterator | None = None
+    _next: int = field(init=False, default=0)
+    _skip: int = field(init=False, default=0)
+    _current: _EpochIterator | None = field(init=False, default=None)
 
     @property
     def _next_epoch(self) -> int:

@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,14 +36,14 @@ class ShardedSampler(Sampler[Any]):
     """The seed of the random numbers, equal on all ranks."""
     drop_last: bool
     """True: a last round without an item for every rank is dropped. False: it is filled with the first items."""
-    epoch: int = 0
-    """The epoch of the next iteration."""
-    skip: int = 0
-    """Items of this rank that the next iteration skips."""
-    repeats: bool = True
-    """False: without ``drop_last`` a last round is not filled, so that some ranks have less."""
     block: int = 1
     """Consecutive items of a rank."""
+    epoch: int = field(init=False, default=0)
+    """The epoch of the next iteration."""
+    skip: int = field(init=False, default=0)
+    """Items of this rank that the next iteration skips."""
+    repeats: bool = field(init=False, default=True)
+    """False: without ``drop_last`` a last round is not filled, so that some ranks have less."""
 
     @property
     def num_replicas(self) -> int:

@@ -131,7 +131,16 @@ class Sightings:
         kind = flaw(value)
         assert kind is not None
         place = RankCoordinates.here(self._context, at.stage)
-        origin = Origin(during, module, place, kind, at.call, at.microbatch, largest_finite(value), **details)
+        origin = Origin(
+            during=during,
+            module=module,
+            place=place,
+            kind=kind,
+            call=at.call,
+            microbatch=at.microbatch,
+            largest=largest_finite(value),
+            **details,
+        )
         if self.places is not None and origin.parameter is None:
             origin = replace(origin, positions=self.places.not_finite(value))
         stage = -at.stage if backward else at.stage

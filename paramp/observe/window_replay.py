@@ -139,8 +139,16 @@ def _stages_of_parameters(window: WindowRecord, indices: Sequence[int]) -> dict[
 
 def _origin_in_sum(first: NonFiniteGradient) -> Origin:
     """The origin if ``first`` is finite on each rank."""
-    module = owner_of(first.name)
-    return Origin("sum over ranks", module, first.place, first.kind, 0, None, first.largest, first.name)
+    return Origin(
+        during="sum over ranks",
+        module=owner_of(first.name),
+        place=first.place,
+        kind=first.kind,
+        call=0,
+        microbatch=None,
+        largest=first.largest,
+        parameter=first.name,
+    )
 
 
 def trace_overflow(

@@ -70,7 +70,7 @@ class NonFiniteGradient:
         return f"gradient of {self.name} on {self.place}: {self.kind}, {count}{size}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """The first value that was not finite, in the order in which the model computes."""
 

@@ -39,7 +39,11 @@ def test_a_loop_writes_metrics_of_its_own(tmp_path):
 PLACE = RankCoordinates(3, (("pp", 1), ("tp", 1)), 1)
 FAR = NonFiniteGradient(name="a.weight", place=RankCoordinates(0), kind="NaN", count=4, size=4, largest=0.0)
 NEAR = NonFiniteGradient(name="b.weight", place=PLACE, kind="inf", count=1, size=4, largest=60000.0)
-REPORT = OverflowReport(8.0, (FAR, NEAR), Origin("backward", "b", PLACE, "inf", 0, 2, 60000.0))
+REPORT = OverflowReport(
+    8.0,
+    (FAR, NEAR),
+    Origin(during="backward", module="b", place=PLACE, kind="inf", call=0, microbatch=2, largest=60000.0),
+)
 HISTOGRAM = GradientHistogram({-25: 1.0, 3: 2.0}, 1.0, 0.0, 8.5, 8.0, torch.float16)
 DRIFT = Difference("weight", "a", (1,), (0,), "the weight of 'a' on rank 1 differs from rank 0", ())
 

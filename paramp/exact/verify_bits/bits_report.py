@@ -64,12 +64,12 @@ class ExactReport:
     steps: int
     first: TensorDifference | None = None
     """In the order in which a step computes (:data:`~.trace.KINDS`), step by step."""
-    num_compared: Counter[str] = field(default_factory=Counter)
+    num_compared: Counter[str] = field(init=False, default_factory=Counter)
     """Tensors by kind. ``num_different``: those of them whose bits differ."""
-    num_different: Counter[str] = field(default_factory=Counter)
-    not_compared: dict[str, str] = field(default_factory=dict)
+    num_different: Counter[str] = field(init=False, default_factory=Counter)
+    not_compared: dict[str, str] = field(init=False, default_factory=dict)
     """Outputs of modules, their gradients, and weight gradients of one microbatch, that could not be compared; why."""
-    incomplete: list[str] = field(default_factory=list)
+    incomplete: list[str] = field(init=False, default_factory=list)
     """What one run lacks, such as optimizer state, or has in another dtype."""
 
     @property

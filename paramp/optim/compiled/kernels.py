@@ -109,7 +109,7 @@ FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """What is compiled for itself."""
 
