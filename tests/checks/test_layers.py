@@ -95,6 +95,14 @@ def package_of(name):
     return first if first in ALLOWED else ""
 
 
+def test_the_table_of_packages_has_each_below_those_it_imports():
+    page = (PACKAGE.parent / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    table = page.partition("| package | what lives there |")[2].partition("\n\n")[0]
+    order = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(order) == sorted({*ALLOWED} - {""})
+    assert [name for at, name in enumerate(order) if not ALLOWED[name] <= {*order[:at]}] == []
+
+
 def test_packages_import_what_the_table_allows():
     assert len(GRAPH) > 100
     pairs = [(name, imported) for name, found in GRAPH.items() for imported in found]

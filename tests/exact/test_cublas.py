@@ -1,10 +1,10 @@
-"""The workspace of cuBLAS for ``reproducible``: in the environment before CUDA is initialised, else an error."""
+"""What ``reproducible`` sets for the whole process: cuBLAS' workspace before CUDA begins, one thread for kernels."""
 
 import os
 
 import pytest
 import torch
-from small_engines import each_raises
+from small_engines import each_raises, engine_of
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -75,3 +75,17 @@ def test_deterministic_algorithms_end_with_the_context(unset, before):
         assert now() == before
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_kernels_have_one_thread_from_initialize_on_and_in_each_batch():
+    before = torch.get_num_threads()
+    try:
+        with paramp.launch_from_torch({"reproducible": True}, device="cpu"):
+            torch.set_num_threads(2)
+            engine = engine_of(torch.nn.Linear(4, 4))
+            assert torch.get_num_threads() == 1
+            torch.set_num_threads(2)
+            engine.forward_backward(torch.ones(8, 4), torch.ones(8, 4))
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -32,6 +32,7 @@ def test_models_have_the_same_bits(task):
 
 
 RESUMED = [("fsdp2", "tp2"), ("tp2", "fsdp2"), ("fsdp4", "1"), ("hsdp2x2", "pp2·fsdp2")]
+RESUMED += [("fsdp2", "dp2 + zero1"), ("dp2 + zero1", "fsdp2"), ("1", "fsdp2")]
 OF_RESUMED = [(*layouts, mode) for layouts in RESUMED for mode in ("16-mixed", "bf16-naive", "16-naive")]
 
 

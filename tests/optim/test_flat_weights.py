@@ -187,7 +187,7 @@ def test_bytes_a_parameter(mode):
 @pytest.mark.real_sizes
 @on_ranks(2)
 def test_bytes_a_parameter_of_parts(world):
-    for mode in ("16-mixed", "bf16-naive", "O2", "bf16-true", "64-true", "fp8-mixed"):
+    for mode in ("16-mixed", "bf16-mixed", "bf16-naive", "O2", "bf16-true", "64-true", "fp8-mixed"):
         for state in ("full", "bf16")[: 1 + (mode != "64-true")]:
             for parallel, parts in (({"data": {"shard": 2}}, {"shard": 2}), ({"zero": 1}, {"zero": 2})):
                 config = {"precision": mode, "optimizer_state": state, "parallel": parallel}

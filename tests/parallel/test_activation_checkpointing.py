@@ -86,6 +86,10 @@ KEPT = [
     ("O2", "naive", {"tensor": 2}, "none"),
     ("bf16-naive", "naive", SPLIT, "none"),
     ("bf16-naive", "naive", SPLIT, "full"),
+    ("bf16-true", "true", {"tensor": 2}, "none"),
+    ("32-true", "32-true", SPLIT, "none"),
+    ("32-true", "32-true", SPLIT, "full"),
+    ("16-mixed", "mixed", {}, "full"),
 ]
 
 
@@ -95,7 +99,7 @@ def test_bytes_that_a_block_keeps(world, mode, name, parallel, how):
     """Those that docs/memory.md computes."""
     by_page = functions_of("docs/memory.md")["bytes_a_token"]
     two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
-    casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if mode == "16-mixed" else 0
+    casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if (mode, how) == ("16-mixed", "none") else 0
     expected = by_page(name, WIDTH, **parallel, checkpointed=how == "full")
     assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02)
 

@@ -88,6 +88,7 @@ EXACT = {
     "gpipe": {"data": 2, "pipeline": {"size": 2, "schedule": "gpipe", "microbatches": 4}},
     "gpipe + ep2": {"data": 2, "expert": 2, "pipeline": {"size": 2, "schedule": "gpipe", "microbatches": 4}},
     "fsdp2": {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": "gpipe", "microbatches": 2}},
+    "looped-bfs": {"data": 2, "pipeline": {"size": 2, "schedule": "looped-bfs", "microbatches": 4}},
 }
 
 

@@ -125,6 +125,9 @@ def check_cell(name, layout, kind, parallel):
         rest = parallel["data"]["shard"] * parallel.get("context", 1) if is_sharded else 1
         norms = [value for key, value in engine.named_parameters() if key.endswith("input_layernorm.weight")]
         assert {value.numel() / local(value).numel() for value in norms} == {rest}
+        others = [value for key, value in engine.named_parameters() if ".experts." not in key]
+        cut = 1 if name == "GPT-OSS" else parallel.get("tensor", 1)  # whose plan here has the experts only
+        assert max(value.numel() / local(value).numel() for value in others) == rest * cut
 
         engine = engine_for(name, layout, OPTIMIZERS[kind])
         for step, tokens in enumerate(batch(8 * NUM_STEPS).split(8)):
