@@ -461,3 +461,14 @@ def test_a_step_whose_gradient_has_underflowed_warns_at_the_next(world, parallel
             step(factor)
         with pytest.warns(UserWarning, match="step 6 of SGD"):
             step(1.0)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "16-naive"])
+def test_a_step_whose_criterion_has_no_gradient_warns_at_the_next(mode):
+    x, y = randn(2, 4, 4)
+    with paramp.launch_from_torch({"precision": mode}):
+        engine = engine_of(two_layers(), lambda output, target: 0 * F.mse_loss(output, target))
+        assert train_step(engine, x, y).grad_norm == 0
+        engine.zero_grad()
+        with pytest.warns(UserWarning, match="step 1 of SGD was made with a gradient whose norm is exactly 0"):
+            train_step(engine, x, y)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
 from small_engines import assert_same_tensors, engine_of
-from test_exact_functions import SIZES, Calls, mode_for, of_each_dtype, part_of
+from test_exact_function_mode import SIZES, Calls, mode_for, of_each_dtype, part_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

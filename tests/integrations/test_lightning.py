@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import os
 import pickle
 import warnings
@@ -319,6 +320,17 @@ def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
         plugin.load_state_dict({**plugin.state_dict(), "masters": others})
     torch.testing.assert_close(dict(model.state_dict()), dict(loaded), rtol=0, atol=0)
     assert torch.equal(model.up.weight, loaded["up.weight"].half())
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("O2", torch.float32), ("16-naive", FP16)])
+def test_batch_norms_of_o2_stay_in_fp32(mode, kept):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plugin = TrainerPrecision(mode, emulate_fp16=True)
+    plugin.convert_module(model)
+    held = itertools.chain(model.named_parameters(), model.named_buffers())
+    dtypes = {name: value.dtype for name, value in held if value.is_floating_point()}
+    linear, norm = ("0.weight", "0.bias"), ("1.weight", "1.bias", "1.running_mean", "1.running_var")
+    assert dtypes == dict.fromkeys(linear, FP16) | dict.fromkeys(norm, kept)
 
 
 def test_an_eps_that_rounds_to_nothing_is_warned_of():

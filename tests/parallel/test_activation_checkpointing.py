@@ -110,7 +110,7 @@ def test_bytes_that_logits_keep(world):
     assert large - small == 4 * (1024 - 128) / 2 * TOKENS  # bytes, entries of a rank, tokens
 
 
-AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 3: (24, 6, 20), "selective": (16, 8, 16)}
+AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 2: (24, 6, 20), 3: (24, 6, 20), "selective": (16, 8, 16)}
 """The numbers of linear layers, activations and collectives in a forward and backward."""
 
 

@@ -1,5 +1,6 @@
 """The norm of the logical model's gradient, against a single process that holds all of it."""
 
+import copy
 import itertools
 import math
 from unittest import mock
@@ -13,6 +14,7 @@ from pool import on_ranks
 from reference import batches, local, small_gpt
 from small_engines import engine_of, everywhere
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import paramp
@@ -94,6 +96,32 @@ def test_dtensors_alone_need_no_context(world):
     parts = [(grid, [Shard(0), Replicate()]), (grid["b"], [Shard(0)]), (grid, [Shard(0), Shard(0)])]
     parameters = [with_gradient(distribute_tensor(whole, *part)) for part in parts]
     assert abs(clip_grad_norm_(parameters, 1e9).item() - math.sqrt(3) * whole.norm().item()) < 1e-5
+
+
+@on_ranks(4)
+def test_torchs_own_scaler_and_clip_are_right_with_fully_shard_alone(world):
+    """Layers with biases, of sizes that four ranks do not divide."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 3))
+    plain, x = copy.deepcopy(model), randn(8, 6)
+    plain(x).square().mean().backward()
+    mesh = init_device_mesh("cpu", (4,))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    model(x.chunk(4)[world.rank]).square().mean().backward()
+    parameters = [*model.parameters()]
+    assert {(one.grad.device_mesh, one.grad.placements) for one in parameters} == {(mesh, (Shard(0),))}
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9).full_tensor()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    before = [local(one).clone() for one in parameters]
+    if world.rank == 1:
+        local(parameters[0].grad)[0] = math.inf
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(parameters, lr=0.1))
+    scaler.update()
+    assert everywhere(scaler.get_scale()) == [4.0] * 4
+    assert all(torch.equal(local(one), old) for one, old in zip(parameters, before, strict=True))
 
 
 @on_ranks(4)

@@ -25,7 +25,7 @@ HOSTS = {
     "lightning": ("lightning.pytorch", "integrations.test_lightning"),
     "peft": ("peft", "parallel.test_lora"),
     "ray": ("ray", "integrations.test_recipes"),
-    "torchao": ("torchao.float8", "precision.test_float8"),
+    "torchao": ("torchao.float8", "precision.test_float8_conversion"),
     "torchtitan": ("torchtitan.trainer", "integrations.test_torchtitan"),
     "transformers": ("transformers", "integrations.test_transformers_trainer"),
     "trl": ("trl", "integrations.test_transformers_trainer"),

@@ -14,7 +14,7 @@ from families import family
 from matrix import PAGE, SCHEDULE_MODES, check_table, from_small_scale
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
-from small_engines import engine_of
+from small_engines import engine_of, everywhere
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -328,6 +328,8 @@ def test_awkward_models_follow_plain_torch(world, build, split):
             own = [name for name, _ in engine.named_parameters()]
             assert len(set(own)) == len(own)
             assert set(own) <= names.keys()
+            of_both = {names[name] for part in everywhere(own) for name in part}
+            assert of_both == {*names.values()}
             with pytest.raises(RuntimeError, match="several pipeline stages that are not consecutive"):
                 engine.module(given[0][0])
 
