@@ -244,8 +244,9 @@ class Pipeline:
         Temporarily frozen parameters count as trained, because other ranks are not notified when that changes.
         """
         random, stage.random = stage.random, nullcontext()
+        frozen = [parameter for parameter in self._trained if not parameter.requires_grad]
         try:
-            alone, thawed = counted_alone(stage), _thawed(self._trained)
+            alone, thawed = counted_alone(stage), _thawed(frozen)
             with alone, thawed, keeping_buffers(stage), forked(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
@@ -256,6 +257,8 @@ class Pipeline:
                 return None if stage.is_last else stage.describe(output)
         finally:
             stage.random = random
+            if frozen and self._stages.units is not None:
+                self._stages.units.reshard()  # what they have gathered requires a gradient
 
 
 def _criterion_failure(error: Exception) -> ValueError:
@@ -268,9 +271,8 @@ def _criterion_failure(error: Exception) -> ValueError:
 
 
 @contextmanager
-def _thawed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which all of ``parameters`` require a gradient."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+def _thawed(frozen: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A context in which parameters that are ``frozen`` require a gradient."""
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)

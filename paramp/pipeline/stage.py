@@ -111,26 +111,26 @@ class Stages(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.training = self.module.training
         self._joined = joined
-        self._units = units
+        self.units = units
         self.streams = [one.random for one in stages if isinstance(one.random, RandomStream)]
         """The random streams of the stages."""
 
     def running(self, *, backward: bool) -> AbstractContextManager[None]:
         """A context for the forwards of a batch, and their backwards if ``backward``."""
-        return nullcontext() if self._units is None else self._units.running(backward=backward)
+        return nullcontext() if self.units is None else self.units.running(backward=backward)
 
     def resetting(self) -> AbstractContextManager[None]:
         """A context for a backward outside of :meth:`running`, after whose failure another batch can follow."""
-        return nullcontext() if self._units is None else self._units.resetting()
+        return nullcontext() if self.units is None else self.units.resetting()
 
     def used_for(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor that modules compute with in a batch in place of ``parameter``, of which this rank has a shard."""
-        return parameter if self._units is None else self._units.gathered(parameter)
+        return parameter if self.units is None else self.units.gathered(parameter)
 
     @property
     def sum_for_loss_(self) -> Callable[[torch.Tensor], None] | None:
         """Sums over data ranks between a forward and its backward, in the order of FSDP2's units; None without them."""
-        return None if self._units is None else self._units.sum_for_loss_
+        return None if self.units is None else self.units.sum_for_loss_
 
     def __iter__(self) -> Iterator[Stage]:
         return (cast(Stage, stage) for stage in self.stages)

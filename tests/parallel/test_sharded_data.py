@@ -1,12 +1,13 @@
 """Parameters sharded over data ranks: what is summed, gathered, sent and kept."""
 
+import copy
 import dataclasses
 import gc
 import re
 
 import pytest
 import torch
-from beside_plain import adamw, randn, seeded
+from beside_plain import adamw, assert_weights, randn, seeded
 from counting import Collectives
 from families import rarely
 from pool import on_ranks
@@ -154,6 +155,33 @@ def test_a_rank_keeps_its_shards_only(world, precision):
         assert allocated() - before <= kept
         gathered = 4 * (2 * unit + count - 8 * unit)
         assert max(peaks) <= kept + gathered + 2**16
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@on_ranks(4)
+def test_a_block_that_is_frozen_before_a_first_batch_or_one_of_another_size_has_no_gradient(world, pipeline):
+    """Stages are tried with such batches first, with all parameters trained."""
+    parallel = {"data": {"shard": 4 // pipeline}, "pipeline": {"size": pipeline, "split": ["2"][: pipeline - 1]}}
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    plain = copy.deepcopy(model)
+    with paramp.launch_from_torch({"precision": "64-true", "parallel": parallel}) as context:
+        plain.double()
+        engine = engine_of(model)
+        held = dict(engine.named_parameters())
+        for size, frozen in ((8, "0"), (16, "2"), (16, "")):
+            for name, parameter in plain.named_parameters():
+                for one in (parameter, held.get(name, parameter)):
+                    one.requires_grad_(name.partition(".")[0] != frozen)
+            x = torch.randn(size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+            plain.zero_grad()
+            nn.functional.mse_loss(plain(x), x).backward()
+            gradients = [one.grad for one in plain.parameters() if one.grad is not None]
+            engine.zero_grad()
+            engine.forward_backward(*own_part(context, x, x))
+            norm = torch.nn.utils.get_total_norm(gradients)
+            assert float(engine.step().grad_norm) == pytest.approx(float(norm), rel=1e-12)
+            torch.optim.SGD([one for one in plain.parameters() if one.requires_grad], lr=0.1).step()
+        assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
