@@ -108,6 +108,15 @@ class Pipeline:
         """
         self._loss = loss
         self._failure = thawed_since(self._frozen) if backward else None
+        thawed = [parameter for _, parameter in self._frozen if backward and parameter.requires_grad]
+        with _requiring_gradients(thawed, False):  # FSDP2 would refuse them in a stage for which others wait
+            self._run_schedule(microbatches, backward, before_last_backward)
+        if self._failure is not None:
+            raise self._failure
+
+    def _run_schedule(
+        self, microbatches: list[Batch], backward: bool, before_last_backward: Callable[[], None]
+    ) -> None:
         if self.overlaps:
             self._setting.before_last_backward = before_last_backward
         self._stages.align_modes()
@@ -129,8 +138,6 @@ class Pipeline:
         self.in_step = True
         for linked in self._linked:
             linked.microbatches, linked.output = [], None
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def overlaps(self) -> bool:
@@ -246,7 +253,7 @@ class Pipeline:
         random, stage.random = stage.random, nullcontext()
         frozen = [parameter for parameter in self._trained if not parameter.requires_grad]
         try:
-            alone, thawed = counted_alone(stage), _thawed(frozen)
+            alone, thawed = counted_alone(stage), _requiring_gradients(frozen, True)
             with alone, thawed, keeping_buffers(stage), forked(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
@@ -271,15 +278,15 @@ def _criterion_failure(error: Exception) -> ValueError:
 
 
 @contextmanager
-def _thawed(frozen: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context in which parameters that are ``frozen`` require a gradient."""
+def _requiring_gradients(changed: Sequence[nn.Parameter], required: bool) -> Iterator[None]:
+    """A context in which parameters, all of which are to be ``changed``, require a gradient or not."""
     try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
+        for parameter in changed:
+            parameter.requires_grad_(required)
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter in changed:
+            parameter.requires_grad_(not required)
 
 
 def _remove_backwards(schedule: Any) -> None:

@@ -184,6 +184,37 @@ def test_a_block_that_is_frozen_before_a_first_batch_or_one_of_another_size_has_
         assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
+@pytest.mark.parametrize("precision", ["16-naive", "bf16-true"])
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs"])
+@on_ranks(4)
+def test_what_was_unfrozen_on_one_stage_is_refused_by_name_on_every_rank(world, schedule, precision):
+    """Before the first batch and before a later one; the ranks of the other stage wait for it in the schedule."""
+    pipeline = {"size": 2, "schedule": schedule, "microbatches": 4}
+    x = randn(8, 4)
+    for index, first in ((0, True), (7, False)):
+        model = seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8))))
+        name = f"{index}.0.bias"
+        model.get_parameter(name).requires_grad_(False)
+        with paramp.launch_from_torch(
+            {"precision": precision, "parallel": {"data": {"shard": 2}, "pipeline": pipeline}}
+        ):
+            engine = engine_of(model)
+            held = [parameter for its_name, parameter in engine.named_parameters() if its_name == name]
+            losses = [engine.forward_backward(x, x).item() for _ in range(not first)]
+            engine.zero_grad()
+            for parameter in held:
+                parameter.requires_grad_(True)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=re.escape(f"{name!r} was frozen")):
+                    engine.forward_backward(x, x)
+            assert all(parameter.requires_grad for parameter in held)
+            for parameter in held:
+                parameter.requires_grad_(False)
+            losses += [engine.forward_backward(x, x).item()]
+            assert engine.step().stepped
+            assert len({*losses}) == 1
+
+
 @pytest.mark.parametrize("pipeline", [1, 2])
 @on_ranks(4)
 def test_what_was_unfrozen_is_refused_by_name_before_the_first_batch(world, pipeline):

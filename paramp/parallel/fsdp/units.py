@@ -235,7 +235,7 @@ class ShardedUnits:
         self._order.begin(backward=backward)
         with self.resetting():
             frozen = ((name, fsdp2_internals.held(one)) for name, one in self._frozen)
-            if backward and (error := thawed_since(frozen)):
+            if backward and not self._pipelined and (error := thawed_since(frozen)):
                 raise error  # torch would refuse it halfway through its first batch, and run the next one
             yield
             if not self._reduces:
