@@ -1,7 +1,7 @@
 """How much a loop over memory or over a file takes at a time: every such size, so that one place tells and sets them.
 
-Read them when they are used, as ``loop_block_sizes.STEP_BLOCK``. They bound memory and make loops fast; no
-result depends on them. What defines an arithmetic, such as the rows of the norm, is with its code.
+Read them when they are used, as ``loop_block_sizes.STEP_BLOCK``. They bound memory and make loops fast; no result
+depends on them. What defines an arithmetic, such as the rows of the norm, is with its code.
 """
 
 STEP_BLOCK = {"cpu": 2**19, "cuda": 2**26}

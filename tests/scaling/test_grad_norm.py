@@ -98,6 +98,15 @@ def test_dtensors_alone_need_no_context(world):
     assert abs(clip_grad_norm_(parameters, 1e9).item() - math.sqrt(3) * whole.norm().item()) < 1e-5
 
 
+def scale_after_a_step(parameters):
+    """The loss scale of torch's scaler, 8 before, on this rank."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD(parameters, lr=0.1))
+    scaler.update()
+    return scaler.get_scale()
+
+
 @on_ranks(4)
 def test_torchs_own_scaler_and_clip_are_right_with_fully_shard_alone(world):
     """Layers with biases, of sizes that four ranks do not divide."""
@@ -116,11 +125,7 @@ def test_torchs_own_scaler_and_clip_are_right_with_fully_shard_alone(world):
     before = [local(one).clone() for one in parameters]
     if world.rank == 1:
         local(parameters[0].grad)[0] = math.inf
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(torch.optim.SGD(parameters, lr=0.1))
-    scaler.update()
-    assert everywhere(scaler.get_scale()) == [4.0] * 4
+    assert everywhere(scale_after_a_step(parameters)) == [4.0] * 4
     assert all(torch.equal(local(one), old) for one, old in zip(parameters, before, strict=True))
 
 
@@ -144,13 +149,10 @@ def test_what_torchs_own_scaler_and_clip_do(world):
         """Of each rank, after a step in which rank 1's part of the last gradient is infinite."""
         if world.rank == 1:
             local(parameters[-1].grad)[-1] = math.inf
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(torch.ones(()))
         collectives.counts.clear()
         with collectives:
-            scaler.step(torch.optim.SGD(parameters, lr=0.1))
-            scaler.update()
-        return everywhere(scaler.get_scale())
+            scale = scale_after_a_step(parameters)
+        return everywhere(scale)
 
     length = torch.arange(1.0, 9.0).norm().item()
     one_mesh = [weight(flat, Shard(0)), weight(flat, Shard(0))]
