@@ -101,7 +101,7 @@ class SequenceInputs:
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, as :meth:`named` returns them, with this rank's tokens of sequences of ``length``.
+        """The inputs with this rank's tokens of sequences of ``length``.
 
         Raises:
             ConfigError: the length is no multiple of the parts that are cut.
@@ -130,7 +130,7 @@ def shard_stages(
 
     def loss(output: Any, microbatch: Batch) -> Any:
         length = length_of(microbatch.args, microbatch.kwargs)
-        found = own_loss(output, Batch(*inputs.cut(*inputs.named(microbatch.args, microbatch.kwargs), length, axis)))
+        found = own_loss(output, Batch(*inputs.cut(microbatch.args, microbatch.kwargs, length, axis)))
         if found is not None and not isinstance(found, (tuple, list)):
             raise ValueError(
                 "the model's output has a loss that is a mean, expected (sum, count), because parallel.context cuts "
@@ -166,7 +166,7 @@ class CutStage:
             own_args, own_kwargs = self.inputs.cut(args, kwargs, length, self.axis)
         else:
             length = _length_behind(_num_tokens(args) * self.axis.size, kwargs, self.axis)
-            own_args, own_kwargs = args, self.inputs.cut(*self.inputs.named((), kwargs), length, self.axis)[1]
+            own_args, own_kwargs = args, self.inputs.cut((), kwargs, length, self.axis)[1]
         if ACTIVE and self._is_new_kind(args, kwargs):
             self._try(args, kwargs, length)
         return self.compute(*own_args, **own_kwargs)

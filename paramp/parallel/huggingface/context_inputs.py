@@ -143,6 +143,7 @@ class PretrainedInputs(SequenceInputs):
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = self.named(args, kwargs)
         if "past_key_values" in kwargs:
             raise ConfigError(
                 f"inputs['past_key_values']: got {type(kwargs['past_key_values']).__name__}, expected none, because "
