@@ -97,3 +97,11 @@ def pytest_runtest_makereport(item):
 def _pools():
     yield
     close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _no_apex_session():
+    """None is left to the next test: it is the process's, and keeps a model, and so kernels that its mode replaces."""
+    yield
+    if amp := sys.modules.get("paramp.compat.apex.amp"):
+        amp.reset()

@@ -35,13 +35,6 @@ ONES = torch.ones(1, 4)
 each_level = pytest.mark.parametrize("level", LEVELS)
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    amp.reset()
-    yield
-    amp.reset()
-
-
 def initialize(*args, **kwargs):
     return amp.initialize(*args, **{"verbosity": 0, "max_loss_scale": START, **kwargs})
 

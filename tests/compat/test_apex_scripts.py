@@ -22,13 +22,6 @@ RATES = [LR / 2 * min(1.0, (step + 1) / 4) for step in range(STEPS)]
 levels = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    amp.reset()
-    yield
-    amp.reset()
-
-
 def batch(step):
     return samples(16, seed=step).tensors
 
