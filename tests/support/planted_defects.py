@@ -162,9 +162,11 @@ def unweighted(function):
 
 
 def shifted_after_the_cut(function):
+    """Where there are gradients: in its trial, which has none, the library refuses it."""
+
     def wrong(self, args, kwargs, length, axis):
         args, found = function(self, args, kwargs, length, axis)
-        if "labels" in found:
+        if "labels" in found and torch.is_grad_enabled():
             labels = torch.nn.functional.pad(axis.cut(kwargs["labels"], 1), (0, 1), value=-100)[:, 1:].contiguous()
             found |= {"labels": labels, "shift_labels": labels}
         return args, found
