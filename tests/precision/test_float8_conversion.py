@@ -88,6 +88,15 @@ def test_globs_say_which(options, expected):
     assert choose_layers(Zoo(), Float8(**options)).linear == expected
 
 
+def test_by_default_layers_with_the_usual_names_of_outputs_are_left_out_at_any_depth():
+    def layers():
+        names = ("head", "lm_head", "output", "fc", "classifier", "fc1", "heads")
+        return nn.ModuleDict({name: nn.Linear(32, 32) for name in names})
+
+    choice = choose_layers(nn.ModuleDict({**layers(), "block": layers()}), Float8())
+    assert choice.linear == ("fc1", "heads", "block.fc1", "block.heads")
+
+
 def test_a_shard_has_to_have_a_size_that_the_hardware_takes():
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
     for style, expected in (("colwise", ("1",)), ("rowwise", ("0", "1"))):
