@@ -4,6 +4,7 @@ The references are plain torch loops in fp32, over the samples of all ranks in o
 """
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ def test_accumulation_with_no_sync_as_on_the_page(world, level):
     epochs = [[batch(step)] for step in range(3)]
     *_, (expected, _) = plain_epochs(epochs, criterion=lambda output, _: output.square().mean())
     check_classifier(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+@levels
+@on_ranks(2)
+def test_gradients_that_are_unscaled_under_no_sync_stay_those_of_their_rank(world, level, synchronised):
+    """They are averaged where each backward averages its own, whenever they are unscaled."""
+    own, others = (batch(0)[0].chunk(2)[rank].chunk(2) for rank in (world.rank, 1 - world.rank))
+    first = [own[0], others[0] if synchronised else own[0]]
+    epochs = [[(torch.cat([*first, own[1], others[1]]), None)]]
+    *_, (expected, _) = plain_epochs(epochs, criterion=lambda output, _: output.square().mean())
+    for delayed in (False, True)[: 1 + synchronised]:
+        model = classifier()
+        model, optimizer = initialize(model, sgd(model.parameters()), opt_level=level, loss_scale=1024.0)
+        distributed = DistributedDataParallel(model)
+        with nullcontext() if synchronised else distributed.no_sync():
+            loss = distributed(own[0]).square().mean() / 2
+            with amp.scale_loss(loss, optimizer, delay_unscale=delayed) as scaled_loss:
+                scaled_loss.backward()
+        scaled_backward(distributed(own[1]).square().mean() / 2, optimizer)
+        optimizer.step()
+        check_classifier(model.state_dict(), expected)
 
 
 def gan():
