@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import Operators
 from torch import nn
 
 from paramp.base.errors import ConfigError
@@ -130,6 +131,17 @@ def test_an_elements_bits_do_not_depend_on_its_position(names, step, dtype):
                 x, gradient = torch.stack([x, x], 1)[:, 0], torch.stack([gradient, gradient], 1)[:, 1]
             for output, expected in zip(run(mode, ELEMENTWISE[name], [x], gradient), whole, strict=True):
                 assert same(output, expected[part]), (name, size)
+
+
+@pytest.mark.parametrize(("shape", "padded"), [((3,), 128), ((16, 8), 128), ((5, 31), 256), ((2, 3, 100), 640)])
+def test_elementwise_functions_get_contiguous_memory_of_a_multiple_of_128_elements(shape, padded):
+    """So does their backward, for an input and a gradient that are strided."""
+    x, gradient = torch.randn(2, *shape[::-1]).transpose(1, -1)
+    with Operators() as operators:
+        run(mode_for(), torch.sigmoid, [x], gradient)
+    found = [(function.name(), value) for function, value in operators.calls if "sigmoid" in function.name()]
+    assert [name for name, _ in found] == ["aten::sigmoid", "aten::sigmoid_backward"]
+    assert all(value.shape == (padded,) and value.is_contiguous() for _, value in found)
 
 
 def one_head(*heads):

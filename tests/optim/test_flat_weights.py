@@ -71,6 +71,10 @@ OPTIMIZERS = {
     "rmsprop": grouped(torch.optim.RMSprop, momentum=0.9),
 }
 
+KERNELS = {"adamw": "aten::_fused_adamw_", "adam": "aten::_fused_adam_"}
+KERNELS |= dict.fromkeys(("sgd", "plain sgd", "momentum in one group"), "aten::_fused_sgd_")
+"""Of torch; the others make their own step."""
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_is_that_of_torchs_optimizer(name):
@@ -87,7 +91,10 @@ def test_a_step_is_that_of_torchs_optimizer(name):
                 ours.second.weight.grad[0, 0] = float("nan")
             else:
                 plain_step(model, optimizer, x, y, clip=0.5)
-            assert engine.step().stepped == (step not in bad)
+            with Operators() as operators:
+                assert engine.step().stepped == (step not in bad)
+            names = {function.name() for function, _ in operators.calls}
+            assert {one for one in names if "_fused_" in one} == ({KERNELS[name]} if name in KERNELS else set())
         found, expected = dict(engine.named_parameters()), dict(model.named_parameters())
         assert_trained(found, expected, start, still="never", atol=1e-13)
         for group, theirs in zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True):
@@ -125,6 +132,9 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         expected = sorted(one for one in (kept, [name for name in trained if name not in kept]) if one)
         frozen = [["3.bias"], ["3.weight"]]
         assert by_memory(model.named_parameters()) == sorted(expected + frozen)
+        for names in expected:  # each on a multiple of 64 elements
+            places = [model.get_parameter(name).storage_offset() for name in names]
+            assert not any((place - min(places)) % 64 for place in places)
         engine.forward_backward(torch.ones(4, 7), torch.ones(4, 3))
         gradients = [(name, model.get_parameter(name).grad) for name in trained]
         assert by_memory(gradients) == expected

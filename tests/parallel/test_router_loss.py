@@ -194,9 +194,17 @@ def test_a_loop_of_calls_and_a_criterion_of_ones_own_have_it(world):
 
         model = balanced("Mixtral")
         of_routers = COEFFICIENT * model(**batch()).aux_loss
+        of_routers.backward()
+        norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None]).item()
+        for left_out in ("labels", None):  # which do not weigh it
+            engine = engine_of(balanced("Mixtral"), criterion)
+            inputs = {key: value for key, value in part_of(context).items() if key != left_out}
+            assert engine.forward_backward(inputs).item() == pytest.approx(of_routers.item(), rel=1e-6)
+            assert engine.step().grad_norm == pytest.approx(norm, rel=1e-6)
+    with paramp.launch_from_torch({"parallel": {"pipeline": GPIPE}}):
         engine = engine_of(balanced("Mixtral"), criterion)
-        inputs = {key: value for key, value in part_of(context).items() if key != "labels"}
-        assert engine.forward_backward(inputs).item() == pytest.approx(of_routers.item(), rel=1e-6)
+        engine.forward_backward(batch())
+        assert engine.step().grad_norm == pytest.approx(norm, rel=1e-6)
 
 
 @on_ranks(2)
