@@ -103,6 +103,37 @@ def test_experts_get_the_weights_of_their_tokens(world):
                 torch.testing.assert_close((before[name] - value) / 0.1, gradient, rtol=1e-4, atol=2e-6, msg=name)
 
 
+class Seen(StackedExperts):
+    def forward(self, tokens, index, weights):
+        self.seen = index, weights, tokens
+        return super().forward(tokens, index, weights)
+
+
+def in_order(index, weights, rows):
+    return torch.tensor(sorted(torch.cat([index, weights, rows], 1).tolist()))
+
+
+@on_ranks(4)
+def test_experts_of_ones_own_get_a_row_for_each_choice_that_any_rank_made_of_them(world):
+    """With the weight of the router, and their number on this rank as index; on all tensor ranks alike."""
+    plain, given = layers(1), []
+    plain[0].experts.register_forward_pre_hook(lambda _, args: given.extend(args))
+    plain(tokens())
+    hidden, index, weights = given
+    for parallel in ({"expert": 4}, {"expert": 2, "tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            model = layers(1)
+            model[0].experts.__class__ = Seen
+            engine = engine_of(model, plan={"*.experts": "experts"})
+            engine.forward_backward(*own_part(context, tokens(), tokens()))
+            experts, count = engine.module[0].experts, 4 // parallel["expert"]
+            token, choice = torch.where(index // count == context.coordinates["ep"])
+            expected = in_order(index[token, choice, None] % count, weights[token, choice, None], hidden[token])
+            assert experts.num_experts == count
+            assert experts.seen[0].shape == experts.seen[1].shape == (len(token), 1)
+            torch.testing.assert_close(in_order(*experts.seen), expected)
+
+
 @on_ranks(4)
 def test_an_overflow_in_an_expert_skips_the_step_of_all(world):
     for parallel in ({"data": 4}, {"data": {"shard": 4}}, {"data": {"replicate": 2, "shard": 2}}):
@@ -158,18 +189,24 @@ def test_checkpoints_are_loaded_on_other_sizes_of_the_axis(world, chain):
         with paramp.launch_from_torch({**config, "parallel": parallel}) as context:
             adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)  # noqa: E731
             engine = engine_of(mixture(), optimizer=adamw, plan=PLAN if "expert" in parallel else {})
+            x, y = own_part(context, tokens_for(*range(4), *range(4)), torch.zeros(8, 8))
             if index:
                 engine.load(f"{folder}/{index - 1}")
                 assert_same_tensors(engine.full_state_dict(), saved)
                 assert_same_tensors(engine.ema.full_state_dict(), averages)
             else:
-                x, y = own_part(context, tokens_for(*range(4), *range(4)), torch.zeros(8, 8))
                 engine.forward_backward(x.half(), y)
                 assert engine.step().stepped
             saved, averages = engine.full_state_dict(), engine.ema.full_state_dict()
             engine.save(f"{folder}/{index}")
             if index:  # the optimizer's state and masters too
                 assert_same_checkpoints(f"{folder}/{index}", f"{folder}/{index - 1}")
+            engine.forward_backward(x.half(), y)
+            assert engine.step().stepped
+            masters, found = engine.full_state_dict(), engine.ema.full_state_dict()
+            assert not torch.equal(masters["experts.weight"], saved["experts.weight"])
+            for name, value in found.items():  # by the decay of 0.5
+                torch.testing.assert_close(value, (averages[name] + masters[name]) / 2)
 
 
 @on_ranks(4)

@@ -165,6 +165,21 @@ def test_those_of_eight_ranks_are_too(world, name, layout, kind):
     check_cell(name, layout, kind, LARGE_LAYOUTS[layout])
 
 
+@on_ranks(4)
+def test_without_a_plan_tensor_ranks_compute_whole_experts_of_gpt_oss(world):
+    grads, norm = of_rank_0(reference, "GPT-OSS")
+    with paramp.launch_from_torch({"parallel": LAYOUTS["ep2·tp2"]}) as context:
+        engine = engine_of(build("GPT-OSS", num_experts=4), None, functools.partial(torch.optim.SGD, lr=LARGE_LR))
+        assert all(local(value).numel() * 2 == value.numel() for value in stacks_of(engine))
+        (tokens,) = own_part(context, batch(8))
+        engine.forward_backward({"input_ids": tokens, "labels": tokens})
+        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
+        before, after = initial("GPT-OSS"), engine.full_state_dict()
+        found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
+        assert (error := worst_error(found, grads))[0] <= 1e-5, error
+        assert not engine.check_replicas()
+
+
 CHAINS = {
     "cut sequences": (LAYOUTS["fsdp2·cp2·ep2"], LAYOUTS["ep4"], LAYOUTS["fsdp2·cp2·ep2"]),
     "slices": (LAYOUTS["ep2·tp2"], LAYOUTS["ep4"], LAYOUTS["fsdp·ep2·tp2"]),
