@@ -222,6 +222,27 @@ def test_an_overflow_on_one_rank_skips_all_optimizers_everywhere(world, layout, 
         assert train_step(engine, x, y).stepped
 
 
+OF_TWO = [[(12, 16), (4, 10)], [(16, 8), (10, 12)]]
+OF_FOUR = [[(12, 16)], [(16, 8)], [(10, 12)], [(4, 10)]]
+"""The matrices of each owner: the largest one left goes to the owner that has the fewest elements."""
+OWNED = {"hsdp2x2": OF_TWO * 2, "dp2·tp2": OF_TWO * 2, "dp2·tp2 + zero1": OF_FOUR, "dp4 + zero1": OF_FOUR}
+
+
+@on_ranks(4)
+def test_owners_are_the_ranks_of_one_replica_or_all_data_ranks_of_zero(world):
+    """The owner alone has the momentum."""
+    for layout, expected in OWNED.items():
+        parallel = LAYOUTS[layout][1] if layout in LAYOUTS else {"data": 4, "zero": 1}
+        plan = {"[02]": "colwise", "[13]": "rowwise"} if "tensor" in parallel else None
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            layers = [nn.Linear(*one, bias=False) for one in itertools.pairwise((8, 16, 12, 10, 4))]
+            engine = engine_of(nn.Sequential(*layers), optimizer=torch.optim.Muon, plan=plan)
+            assert train_step(engine, *own_part(context, randn(4, 8), randn(4, 4))).stepped
+            momenta = [state["momentum_buffer"] for state in engine.optimizer.state.values()]
+            found = everywhere([tuple(one.shape) for one in momenta])
+        assert [sorted(one) for one in found] == [sorted(one) for one in expected], layout
+
+
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 @on_ranks(2)
 def test_a_step_exchanges_matrices_once(world, layout):
