@@ -284,17 +284,33 @@ def test_other_optimizers_of_half_weights_get_unscaled_gradients(grad_dtype):
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_clip_of_torchs_gives_an_unused_parameter_a_gradient(clips):
-    """Its gradient is zeros until the step, not None; after a change in place it is stepped, here by weight decay."""
+    """Its gradient is zeros until the step, not None; after a change in place decay and momentum move it, as torch's.
+
+    One layer is used in no step, another in the first one only.
+    """
+    make, plain = functools.partial(torch.optim.AdamW, weight_decay=0.5, eps=1e-4), Net()
+    optimizer = make(plain.parameters())
     with paramp.launch_from_torch():
-        engine = engine_of(Net(), optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.5))
-        engine.forward_backward(*data(1)[0])
-        unused = engine.module.never.weight
-        before = unused.detach().clone()
-        assert torch.equal(unused.grad, torch.zeros(2, 2))
-        if clips:
-            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
-        assert engine.step().stepped
-        assert torch.equal(unused.detach(), before) is not clips
+        engine = engine_of(Net(), optimizer=make)
+        for used, (x, y) in zip((True, False), data(2), strict=True):
+            plain.use = engine.module.use = used
+            engine.zero_grad()
+            optimizer.zero_grad()
+            engine.forward_backward(x, y)
+            F.mse_loss(plain(x), y).backward()
+            assert torch.equal(engine.module.never.weight.grad, torch.zeros(2, 2))
+            if clips:
+                for one in plain.parameters():
+                    one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+                for model in (plain, engine.module):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = {name: value.clone() for name, value in engine.module.named_parameters()}
+            assert engine.step().stepped
+            optimizer.step()
+            moved = [name for name, value in engine.module.named_parameters() if not torch.equal(value, before[name])]
+            for name, value in plain.named_parameters():
+                torch.testing.assert_close(engine.module.get_parameter(name), value, rtol=1e-5, atol=1e-6, msg=name)
+        assert ("sometimes.weight" in moved, "never.weight" in moved) == (clips, clips)
 
 
 NOT_FUSED = [
