@@ -90,16 +90,17 @@ KEPT = [
     ("32-true", "32-true", SPLIT, "none"),
     ("32-true", "32-true", SPLIT, "full"),
     ("16-mixed", "mixed", {}, "full"),
+    ("bf16-mixed", "mixed", {"tensor": 2}, "none"),
 ]
 
 
-@pytest.mark.parametrize(("mode", "name", "parallel", "how"), rarely(KEPT, KEPT[1], KEPT[3], KEPT[5]))
+@pytest.mark.parametrize(("mode", "name", "parallel", "how"), rarely(KEPT, KEPT[1], KEPT[3], KEPT[5], KEPT[-1]))
 @on_ranks(2)
 def test_bytes_that_a_block_keeps(world, mode, name, parallel, how):
     """Those that docs/memory.md computes."""
     by_page = functions_of("docs/memory.md")["bytes_a_token"]
     two, three = (kept_bytes(mode, parallel, how, num_layers) for num_layers in (2, 3))
-    casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if (mode, how) == ("16-mixed", "none") else 0
+    casts = 2 * 12 * WIDTH**2 / parallel.get("tensor", 1) if mode in ("16-mixed", "bf16-mixed") and how == "none" else 0
     expected = by_page(name, WIDTH, **parallel, checkpointed=how == "full")
     assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02)
 

@@ -11,14 +11,15 @@ from beside_plain import adamw, assert_weights, randn, seeded
 from counting import Collectives
 from families import rarely
 from pool import on_ranks
-from reference import small_gpt
-from small_engines import assert_same_tensors, engine_of, own_part
+from reference import local, small_gpt
+from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import paramp
 from paramp.models import GPT
+from paramp.precision.modes import PRESETS
 
 FSDP2 = {"data": {"shard": 2}}
 SMALL = 2.0**-9
@@ -105,6 +106,22 @@ def test_a_mode_gathers_weights_in_its_dtype(world, precision, linear, batch_nor
         assert engine.step().stepped
         assert {one.dtype for group in engine.optimizer.param_groups for one in group["params"]} == {FP32}
     assert seen == {"0": (linear, [32, 16]), "1": (batch_norm, [32]), "2": (linear, [16, 32])}
+
+
+OF_WEIGHTS = {"64-true": torch.float64, **dict.fromkeys(("16-true", "O3", "transformer-engine-float16"), FP16)}
+OF_WEIGHTS |= dict.fromkeys(("bf16-true", "transformer-engine"), BF16)
+"""The modes whose shards are not in fp32."""
+
+
+@on_ranks(2)
+def test_shards_between_steps_are_in_fp32_or_the_dtype_of_the_modes_weights(world):
+    for mode in PRESETS:
+        with paramp.launch_from_torch({"parallel": FSDP2, "precision": mode}) as context:
+            engine = engine_of(seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))))
+            train_step(engine, *own_part(context, randn(32, 16), randn(32, 16)))
+            shards = [local(one) for one in engine.parameters()]
+            assert sum(one.numel() for one in shards) == (2 * 16 * 32 + 16 + 32) / 2
+            assert {one.dtype for one in shards} == {OF_WEIGHTS.get(mode, FP32)}, mode
 
 
 @pytest.mark.parametrize("data", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["fsdp4", "hsdp2x2"])
