@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import ROOT, environment, python, succeeded, torchrun
 from families import family, long
+from train_app.settings import TrainConfig
 
 import paramp
 from paramp.distributed import local_launcher
@@ -191,6 +192,9 @@ def test_every_field_of_the_models_config_can_be_set(tmp_path, train_here, monke
     assert code == 0, errors
     saved = json.loads((tmp_path / "config.json").read_text())["config"]
     assert {name: saved[f"model.{name}"] for name in wanted} == wanted
+    assert {f"train.{field.name}" for field in dataclasses.fields(TrainConfig)} <= saved.keys()  # the defaults too
+    named = {part for key in saved for part in key.split(".")}
+    assert {field.name for field in dataclasses.fields(paramp.Config)} - named == {"user"}
     file = tmp_path / "run.toml"
     file.write_text("[model]\nnum_layers = 1\nwidth = 64\n")
     settings = ["--config", str(file), "--set", "model.num_layers=3", "--norms", "fused"]
