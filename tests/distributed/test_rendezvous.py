@@ -2,6 +2,7 @@
 
 from collections import Counter
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
@@ -9,6 +10,7 @@ from torch.distributed import HashStore
 from paramp.base.errors import LaunchError
 from paramp.distributed import mpi_rendezvous
 from paramp.distributed.agreed_arguments import agree
+from paramp.distributed.launcher_variables import LauncherRank
 
 
 class Requests:
@@ -71,3 +73,19 @@ def test_ranks_of_mpirun_take_the_first_address_at_which_they_reach_rank_0(monke
     assert (host, other.port) == ("127.0.0.2", store.port)
     store.set("name", "value")
     assert other.get("name") == b"value"
+
+
+@pytest.mark.parametrize(("ranks_here", "host"), [(2, "localhost"), (1, "240.0.0.1")])
+def test_ranks_of_mpirun_meet_at_localhost_if_all_are_on_one_machine(monkeypatch, ranks_here, host):
+    mpi = mock.MagicMock()
+    world = mpi.COMM_WORLD
+    world.rank, world.size = 0, 2
+    world.bcast.side_effect = lambda value, root: value
+    world.allreduce.side_effect = lambda value, _: value  # as many ranks on each machine
+    world.Split_type.return_value.size = ranks_here
+    monkeypatch.setattr(mpi_rendezvous, "_import_mpi", lambda *_: mpi)
+    monkeypatch.setattr(mpi_rendezvous, "own_hosts", lambda: ["240.0.0.1"])
+    monkeypatch.setattr(mpi_rendezvous, "_met", None)
+    place, store = mpi_rendezvous.meet_by_mpi(LauncherRank("mpi", 0, 2, 0), None, None)
+    assert world.bcast.call_args.args[0][0][:2] == ([host], store.port)
+    assert (place.host, place.port) == (host, store.port)
