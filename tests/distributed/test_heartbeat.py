@@ -12,7 +12,7 @@ import torch
 from commands import PYTHON, run
 from pool import on_ranks
 from small_engines import engine_of, train_step
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore, TCPStore, distributed_c10d
 
 import paramp
 from paramp.distributed import first_failure, heartbeat
@@ -335,6 +335,25 @@ def test_a_silent_store_is_named_with_its_host(start):
         "paramp: the store has not answered for 11 s: the launcher, which hosts it, is stopped or lost; ending rank 1, "
         "which was in setup, step 1\n"
     ]
+
+
+def test_beats_go_over_a_connection_of_their_own():
+    """A rank whose program waits for the store, over the launch's connection, beats."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    reader, one = store.clone(), Heartbeat(store, 0, 1, 1000.0)
+    one._interval = 0.01
+    waiting = threading.Thread(target=store.get, args=("answer",))
+    with one:
+        one.start("rank {}".format)
+        waiting.start()
+        try:
+            numbers = (Beat.decode(reader.get("beat/0")).number for _ in range(100_000))
+            first = next(numbers)
+            assert any(number > first + 20 for number in numbers)
+            assert waiting.is_alive()
+        finally:
+            reader.set("answer", "")
+            waiting.join()
 
 
 # --------------------------------------------------------------------------------------------------- small parts
