@@ -6,15 +6,18 @@ import math
 import os
 import shutil
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from commands import PYTHON, python, succeeded
+import train
+from commands import PYTHON, ROOT, python, succeeded
 from families import cases, family
 from pool import on_ranks, shared_folder
 from small_engines import engine_of, sgd, train_step
 from torch import nn
+from train_app.settings import Job, TrainConfig
 from victims import TINY, Run
 
 import paramp
@@ -174,6 +177,23 @@ def test_the_script_keeps_the_checkpoint_with_the_lowest_loss(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["best.json", name, "step-00000008"]
     expected = {"step": best["step"], "metric": best["val_loss"], "checkpoint": name}
     assert json.loads((folder / "best.json").read_text()) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@on_ranks(2)
+def test_a_signal_to_one_rank_ends_all_after_that_step_with_its_code(world, number):
+    def interrupted(run, step):
+        if (step, world.rank) == (2, 1):
+            os.kill(os.getpid(), number)
+        return train_step_of_the_script(run, step)
+
+    folder, train_step_of_the_script = shared_folder() / "run", train.train_step
+    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=2, checkpoint_dir=str(folder))
+    with paramp.launch_from_torch({}) as context, mock.patch.object(train, "train_step", interrupted):
+        assert train.train(context, Job(train=job, model={"num_layers": 1})) == 128 + number
+    (saved,) = folder.iterdir()
+    assert saved.name == "step-00000002"
+    assert not problems(saved)
 
 
 STOPPED = [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]
