@@ -247,6 +247,7 @@ def test_the_table_of_modes_is_what_the_modes_are():
     lines = [line for line in section.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[2:]]
     assert [row[0].strip("`") for row in rows] == list(PRESETS)
+    assert f"the [{len(PRESETS)} precision modes](docs/precision.md) need" in read("README.md")
     for name, also, weights, compute, masters, scaling in rows:
         mode = PRESETS[name.strip("`")]
         for alias in filter(None, also.split(", ")):

@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from commands import PYTHON, ROOT, python, start, succeeded
+from pages import read
 
 import paramp
 from paramp.config.layout_of_run_command import VARIABLE, load_in_layout
@@ -147,6 +149,23 @@ def test_it_fills_keys_that_need_each_other_and_files(monkeypatch, tmp_path):
     assert (config.parallel.data_axes.prefetch, config.parallel.shard, config.clip_grad_norm) == (1, 2, 2.0)
     monkeypatch.setenv(VARIABLE, "")
     assert load_in_layout({}).parallel.shard == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layout"),
+    [("--fsdp 4", 4, (4, 4, 0)), ("--fsdp 2 --replicate 2", 4, (4, 2, 0)), ("--dp 2 --zero 1", 2, (2, 1, 1))],
+)
+def test_the_flags_of_the_readme_are_the_layouts_that_it_names(flags, ranks, layout, monkeypatch):
+    """With a script that leaves the layout open: the data ranks, those that share shards, and the stage of ZeRO."""
+    assert f" (`{flags}`)" in read("README.md")
+    monkeypatch.chdir(ROOT)
+    with mock.patch("paramp.distributed.local_launcher.start_processes", return_value=0) as started:
+        assert cli.main(["run", "examples/own_model.py", *flags.split()]) == 0
+    _, started_ranks, variable = started.call_args.args
+    monkeypatch.setenv(VARIABLE, variable)
+    parallel = load_in_layout({}).parallel
+    assert started_ranks == ranks
+    assert (parallel.data_size(ranks), parallel.shard, parallel.zero) == layout
 
 
 @pytest.mark.parametrize(
