@@ -158,6 +158,9 @@ def test_layouts_train_as_one_process(world):
 
     assert isinstance(plugin, Precision)
     assert isinstance(plugin, paramp.FabricPrecision)
+    assert fabric(precision="16-mixed").strategy.precision.precision == "bf16-mixed"  # stock Fabric on a CPU
+    with pytest.raises(ValueError, match=r"`ModelParallelStrategy` does not support .*16-mixed"):
+        fabric(precision="16-mixed", strategy=ModelParallelStrategy(tensor_parallel, 1, 2), devices=2)
     for mode, rounding in ((SCALED, ROUNDING["fp16"]), ("bf16-mixed", ROUNDING["bf16"])):
         strategy = ModelParallelStrategy(
             lambda model, mesh: tensor_parallel(model, mesh["tensor_parallel"]),
@@ -231,11 +234,11 @@ def test_the_plugin_computes_as_fabric_does(world):
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_skips_the_step_in_every_mode(world):
     """Also after clipping, which does not make it finite."""
-    for name in ("32-true", "16-true", "bf16-true", "64-true"):
+    for name in ("32-true", "16-true", "bf16-true", "64-true", "bf16-mixed", "O3"):
         started, plugin, model, optimizer = alone(name, Recorder())
         optimizer.step()  # without gradients there is nothing to do, and nothing to complain of
         for count, clips in enumerate((False, True, True), 1):
-            model(torch.ones(2, 4)).square().mean().backward()
+            started.backward(model(torch.ones(2, 4)).square().mean())
             model.linear.weight.grad[0, 0] = INF
             if clips:
                 with pytest.raises(RuntimeError, match="non-finite"):  # by Fabric's default

@@ -200,6 +200,11 @@ def test_loops_of_the_trainer(world):
             for index, parameter in enumerate(self.model.parameters()):
                 parameter.grad = parameter.grad * 8 if index % 2 else parameter.grad.mul_(8)
 
+    # An overflow on one rank, with the static scale of O3.
+    module = module_class()
+    assert fit(module, "O3", "auto", 1).precision_plugin.metrics() == {"loss_scale": 1.0, "num_skipped": 1.0}
+    check_module(module, in_plain_torch(overflow=OVERFLOWS, decay=0.9)[2], MODES["16-true"][1])
+
     for name in ("16-mixed", "O2"):
         mode, rounding = MODES[name]
         module = Manual()
