@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pages import read
 from train_app.reporter import Reporter, announce_end, check_tensorboard, memory_bytes
 from train_app.settings import TrainConfig
 
@@ -91,18 +92,25 @@ def test_memory_bytes_is_the_peak_of_this_process():
 
 
 def test_tensorboard_gets_every_finite_scalar(tmp_path):
+    """Of the third step those of all keys that the page lists."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Reporter(TrainConfig(steps=2, log_dir=str(tmp_path), tensorboard=True), True) as reporter:
+    table = read("docs/watching.md").partition("| key | meaning |")[2].partition("\n\n")[0]
+    keys = [key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+    numbers = {key: number / 4 for number, key in enumerate(keys)} | {"skipped": 1, "step": 3}
+    with Reporter(TrainConfig(steps=3, log_dir=str(tmp_path), tensorboard=True), True) as reporter:
         reporter.step({**RECORD, "mfu": None})
         reporter.step({**RECORD, "step": 2, "loss": math.nan, "grad_norm": 1.5, "val_loss": 2.0})
+        reporter.step(numbers)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    assert "speed/mfu" not in tags
-    assert [event.step for event in tags["train/loss"]] == [1]
-    assert [event.step for event in tags["train/grad_norm"]] == [2]
-    assert [event.step for event in tags["val/loss"]] == [2]
+    assert [event.step for event in tags["speed/mfu"]] == [3]
+    assert [event.step for event in tags["train/loss"]] == [1, 3]
+    assert [event.step for event in tags["train/grad_norm"]] == [2, 3]
+    assert [event.step for event in tags["val/loss"]] == [2, 3]
+    written = [events[-1].tensor_proto.double_val[0] for events in tags.values()]
+    assert sorted(written) == sorted(number for key, number in numbers.items() if key != "step")
     assert tags["memory/peak_bytes"][0].tensor_proto.double_val[0] == RECORD["memory_bytes"]
 
 
