@@ -1,5 +1,8 @@
 """What ranks agree on through the store before the process group exists."""
 
+import contextlib
+import dataclasses
+import json
 from collections import Counter
 from datetime import timedelta
 from unittest import mock
@@ -7,9 +10,11 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore
 
+import paramp
 from paramp.base.errors import LaunchError
+from paramp.config.files import load
 from paramp.distributed import mpi_rendezvous
-from paramp.distributed.agreed_arguments import agree
+from paramp.distributed.agreed_arguments import agree, agree_on_config, shared_settings
 from paramp.distributed.launcher_variables import LauncherRank
 
 
@@ -48,6 +53,25 @@ def test_the_rank_that_is_lost_before_an_agreement_is_named(rank):
     store.set("config/0", "")
     with pytest.raises(LaunchError, match="rank 1 was lost before the ranks had agreed on the config"):
         agree(store, "config", "", rank, 3, "".join)
+
+
+DIFFERENT = {"parallel": {"zero": 1}, "precision": "bf16-mixed", "compile": True, "activation_checkpointing": "full"}
+DIFFERENT |= {"masters": "remainder", "grad_dtype": "float32", "reduce_dtype": "float32", "optimizer_state": "bf16"}
+DIFFERENT |= {"rounding": "stochastic", "ema": {"decay": 0.9}, "reproducible": True, "emulate_fp16": True, "seed": 1}
+DIFFERENT |= {"clip_grad_norm": 1.0, "gradient_accumulation": 2, "max_skipped_in_a_row": 3, "trace_overflow": True}
+DIFFERENT |= {"check_replicas_every": 2, "repair_replicas": True, "hang_timeout": 60.0, "hang_end_after": 3}
+"""Each key of a configuration, with a value that is not the other rank's."""
+
+
+def test_every_setting_has_to_be_the_same_on_all_ranks_but_keys_of_users():
+    assert DIFFERENT.keys() == {field.name for field in dataclasses.fields(paramp.Config)} - {"user"}
+    for key, value in (DIFFERENT | {"OWN": 1}).items():
+        config = {"precision": "bf16-true" if key == "rounding" else "bf16-naive", "check_replicas_every": 1}
+        store = HashStore()
+        store.set("config/1", json.dumps(shared_settings(load(config | {key: value}))))
+        refused = pytest.raises(paramp.ConfigError, match=rf"{key}[\w.]*: rank 0 has .*, but rank 1 has ")
+        with contextlib.nullcontext() if key == "OWN" else refused:
+            agree_on_config(store, load(config), 0, 2)
 
 
 class Broadcast:
