@@ -116,7 +116,7 @@ def agree_on_config(store: Store, config: Config, rank: int, world_size: int) ->
 
 def shared_settings(config: Config) -> dict[str, Any]:
     """The settings of ``config`` that are the same on every rank."""
-    return {key: value for key, value in flatten(config).items() if key not in config.user}
+    return {key: value for key, value in flatten(config).items() if key.partition(".")[0] not in config.user}
 
 
 def first_difference(texts: list[str]) -> str:
