@@ -440,6 +440,19 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
 
 
 @on_ranks(4)
+def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(world):
+    model, seen, tokens = nn.Sequential(nn.Embedding(16, 8)), [], torch.arange(16).expand(2, 16)
+    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
+    with paramp.launch_from_torch({"parallel": {"context": 4}}):
+        engine = engine_of(model)
+        engine(tokens)  # the first batch is tried on whole sequences too
+        seen.clear()
+        engine(tokens)
+    first, last = [(0, 7), (1, 6), (2, 5), (3, 4)][world.rank]
+    assert seen == [[[2 * first, 2 * first + 1, 2 * last, 2 * last + 1]] * 2]
+
+
+@on_ranks(4)
 def test_a_checkpoint_goes_on_in_another_layout(world, tmp_path):
     with paramp.launch_from_torch({"parallel": {"context": 4}, "precision": "16-naive"}) as context:
         engine, _ = train(context, "Llama")
