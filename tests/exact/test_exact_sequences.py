@@ -183,6 +183,31 @@ def test_a_models_own_sum_has_the_count_of_all_ranks(world):
         torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+class Reading(nn.Embedding):
+    """Keeps what each forward reads."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.read = []
+
+    def forward(self, tokens):
+        self.read.append(tokens.tolist())
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(("slices", "expected"), [(1, [[*range(8)]]), (4, [[0, 1], [2, 3], [4, 5], [6, 7]])])
+@on_ranks(1)
+def test_a_module_computes_as_many_consecutive_slices(world, slices, expected):
+    tokens, reading = torch.arange(8)[None], Reading()
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": slices}}):
+        engine = engine_of(nn.Sequential(reading, nn.Linear(8, 8)), next_token)
+        engine.forward_backward(tokens, tokens)
+        reading.read.clear()  # the first batch is tried on whole sequences too
+        engine.zero_grad()
+        engine.forward_backward(tokens, tokens)
+        assert reading.read == [[one] for one in expected]
+
+
 class Dropping(nn.LayerNorm):
     def forward(self, x):
         return F.dropout(super().forward(x), 0.5)

@@ -231,6 +231,22 @@ def test_it_trains_as_plain_torch_does(world):
         assert (way - other).norm() <= 1e-3 * way.norm() + 1e-7, name
 
 
+def samples_of_forwards(world, layout):
+    counts = []
+    with paramp.launch_from_torch({"reproducible": {"chunk": 2}, "parallel": LAYOUTS[layout][1]}) as context:
+        model, x = small(nn.Linear(8, 8)), torch.randn(8 // context.dp.size, 8)
+        for layer in model:
+            layer.register_forward_pre_hook(lambda _, inputs: counts.append(len(inputs[0])))
+        engine_for(lambda: model, plan={"0": "colwise", "1": "rowwise"}).forward_backward(x, x)
+    return {*counts}
+
+
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "pp2"])
+def test_a_forward_has_the_samples_of_a_chunk(layout):
+    ranks = LAYOUTS[layout][0]
+    assert run_on_ranks(ranks, __name__, "samples_of_forwards", {"layout": layout}) == [{2}] * ranks
+
+
 class Noisy(nn.Linear):
     def forward(self, x):
         return super().forward(x) + torch.rand(8)
