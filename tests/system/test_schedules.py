@@ -120,6 +120,8 @@ def test_the_theoretical_bubble_is_that_of_torchs_order(name):
         if name != "gpipe":
             places = {stage: row.rank_of(stage, ranks) for stage in range(config.num_stages)}
             assert schedule.stage_index_to_group_rank == places
+        first = {"gpipe": 1, "zbv": 2 * ranks - 1}.get(name, ranks)
+        assert (config.theoretical_bubble is not None) == (microbatches >= first)
         if config.theoretical_bubble is not None:
             assert simulated_bubble(order, config.num_stages) == pytest.approx(config.theoretical_bubble)
             checked += 1
