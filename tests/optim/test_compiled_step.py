@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import paramp
 from paramp.optim.compiled import compiled_step as compiled
 from paramp.optim.compiled.kernels import (
+    FAMILIES,
     by_arithmetic,
     compiled_step,
     inductor_options,
@@ -227,6 +228,23 @@ def test_the_compiled_step(mode, masters, close):
         check(configuration(mode, masters), ADAMW, close)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_kernel_is_made_for_each_kind_of_weights_and_optimizer_once_it_is_needed(uncompiled, monkeypatch):
+    made, counts, last = [], [], nn.Linear(4, 4)
+    monkeypatch.setattr(compiled, "compiled_step", lambda variant, _: made.append(variant) or step_function(variant))
+    with paramp.launch_from_torch({"precision": {"mode": "O2", "init_scale": 8.0}, "compile": True}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), last)
+        optimizers = [torch.optim.AdamW(model[:3].parameters()), torch.optim.SGD(last.parameters())]
+        engine = engine_of(model, optimizer=optimizers)
+        for trained in (False, True, True):
+            last.requires_grad_(trained)
+            assert train_step(engine, torch.randn(4, 4)).stepped
+            counts.append(len(made))
+    adamw, sgd = FAMILIES[torch.optim.AdamW], FAMILIES[torch.optim.SGD]
+    expected = [(adamw, torch.float32), (adamw, torch.float16), (sgd, torch.float16)]
+    assert [(one.family, one.weight) for one in made] == expected
+    assert counts == [2, 3, 3]
 
 
 class Placed(nn.Module):

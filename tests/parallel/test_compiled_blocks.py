@@ -149,6 +149,14 @@ def test_dropout_over_tensor_ranks_breaks_the_graph_or_runs_eagerly_and_says_so(
     assert compiled == pytest.approx(losses_of(checkpointing), rel=1e-5)
 
 
+def test_equal_blocks_share_one_compilation():
+    counts = counting("eager")
+    with launch(COUNTED):
+        kinds = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(size))) for size in (1, 2, 1, 2)]
+        engine_of(nn.Sequential(nn.Linear(8, 8), *kinds)).forward_backward(X, X)
+    assert (counts.graphs, counts.calls) == (2, 4)
+
+
 def test_a_compiled_float8_layer_reports_an_infinite_gradient(capsys):
     """The cast to float8 would make it finite."""
     counting()
