@@ -130,23 +130,30 @@ def test_blocks_are_gathered_one_after_another_and_freed(world, kept, calls):
             assert backward == [(index, {"", names[index]}) for index in (3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "split", "of_ranks", "alone"), [("1f1b", "2", ("01", "23"), 1), ("looped-bfs", "123", ("02", "13"), 3)]
+)
 @on_ranks(4)
-def test_under_a_pipeline_a_stage_stays_gathered_for_a_batch(world):
-    pipeline = {"size": 2, "microbatches": 3, "split": ["blocks.2"]}
+def test_under_a_pipeline_a_stage_stays_gathered_for_a_batch(world, schedule, split, of_ranks, alone):
+    """From its own first microbatch on: ``alone`` forwards of a rank's first block precede the first of the other."""
+    pipeline = {"size": 2, "microbatches": 3, "schedule": schedule, "split": [f"blocks.{index}" for index in split]}
     with paramp.launch_from_torch({"parallel": {"pipeline": pipeline, "data": {"shard": 2}}}) as context:
         engine = engine_of(Chain())
-        mine = {"", *(f"blocks.{2 * context.pp.rank + index}" for index in range(2))}
-        x, seen = torch.ones(3, 4), []
+        first, last = mine = [f"blocks.{index}" for index in of_ranks[context.pp.rank]]
+        rest = {""} & units_of(engine).keys()  # of one stage; that of two has no name here
+        x, seen = torch.ones(3, 4), {name: [] for name in mine}
         for _ in range(4):  # the first finds shapes, and several are compared between ranks
             engine.forward_backward(x, x)
             engine.zero_grad()
-        layer = engine.module.get_submodule(max(mine))[0]
-        layer.register_forward_hook(lambda *_: seen.append(gathered_now(engine)))
-        layer.register_full_backward_hook(lambda *_: seen.append(gathered_now(engine)))
+        for name, found in seen.items():
+            layer = engine.module.get_submodule(name)[0]
+            layer.register_forward_hook(lambda *_, found=found: found.append(gathered_now(engine)))
+            layer.register_full_backward_hook(lambda *_, found=found: found.append(gathered_now(engine)))
         with Collectives() as collectives:
             engine.forward_backward(x, x)
-        assert seen == [mine] * 6
-        assert collectives.counts["allgather"] == collectives.counts["reduce_scatter"] == len(mine)
+        both = {*mine} | rest
+        assert seen == {first: [{first} | rest] * alone + [both] * (6 - alone), last: [both] * 6}
+        assert collectives.counts["allgather"] == collectives.counts["reduce_scatter"] == 3  # two blocks and the rest
         assert not gathered_now(engine)
 
 
