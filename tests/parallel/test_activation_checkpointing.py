@@ -111,22 +111,31 @@ def test_bytes_that_logits_keep(world):
     assert large - small == 4 * (1024 - 128) / 2 * TOKENS  # bytes, entries of a rank, tokens
 
 
-AGAIN = {"none": (16, 4, 16), "full": (32, 8, 24), 2: (24, 6, 20), 3: (24, 6, 20), "selective": (16, 8, 16)}
-"""The numbers of linear layers, activations and collectives in a forward and backward."""
+AGAIN = {
+    "none": ((16, 4, 16), []),
+    "full": ((32, 8, 24), [0, 1, 2, 3]),
+    2: ((24, 6, 20), [0, 2]),
+    3: ((24, 6, 20), [0, 3]),
+    "selective": ((16, 8, 16), [0, 1, 2, 3]),
+}
+"""The numbers of linear layers, activations and collectives in a forward and backward; the blocks that run twice."""
 
 
 @on_ranks(2)
 def test_what_is_computed_again(world):
     """Of four blocks with four linear layers each, in which two forwards and two backwards communicate."""
-    for how, expected in AGAIN.items():
+    for how, (expected, twice) in AGAIN.items():
         with paramp.launch_from_torch({"parallel": {"tensor": 2}, "activation_checkpointing": how}):
-            engine = engine_of(small_gpt(dropout=0.1), GPT.loss)
+            engine, ran = engine_of(small_gpt(dropout=0.1), GPT.loss), Counter()
+            for index, block in enumerate(engine.module.blocks):
+                block.mlp.register_forward_pre_hook(lambda *_, index=index, ran=ran: ran.update([index]))
             x = torch.randn(2, 16, 32, requires_grad=True)
             with Operators() as operators:
                 engine.module.blocks(x).sum().backward()
             calls = Counter(function.name().partition("::")[2].partition(".")[0] for function, _ in operators.calls)
             sums = sum(calls[name] for name in ("allreduce_", "all_reduce", "recv_"))
             assert (calls["addmm"], calls["gelu"], sums) == expected, (how, calls)
+            assert [index for index in range(4) if ran[index] == 2] == twice, (how, ran)
 
 
 def peak(how):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import assert_weights, randn, seeded, train_both
-from counting import Collectives
+from counting import Collectives, Operators
 from pool import on_ranks
 from reference import batches, small_gpt
 from small_engines import engine_of
@@ -105,23 +105,28 @@ def test_a_pair_of_layers_follows_plain_torch_with_two_all_reduces(world, plan):
         assert (forward.counts, training.counts) == ({"allreduce": 1}, {"allreduce": 2})
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_what_hooks_of_parameters_get(world):
-    """Those from before ``initialize`` the whole scaled gradient of each microbatch, later ones what the rank has."""
+    """Those from before ``initialize`` the whole scaled gradient of each microbatch, later ones what the rank has.
+
+    None gets what other data ranks add.
+    """
     scale, microbatches = 8.0, 2
     before, after, accumulated, expected = [], [], [], []
 
     def build():
         return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
-    plain, (x, y) = seeded(build), randn(2, 4, 4)
+    ranks = 2
+    data, tensor = divmod(world.rank, ranks)
+    plain, (x, y) = seeded(build), randn(2, 4, 4, seed=data)
     for parts in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
         F.mse_loss(plain(parts[0]), parts[1]).backward()
-        expected.append(plain[0].weight.grad * scale / microbatches)
+        expected.append(plain[0].weight.grad * scale / microbatches / ranks)
         plain.zero_grad()
     config = {
         "precision": {"mode": "16-mixed", "init_scale": scale},
-        "parallel": {"tensor": 2, "pipeline": {"size": 1, "microbatches": microbatches}},
+        "parallel": {"data": 2, "tensor": 2, "pipeline": {"size": 1, "microbatches": microbatches}},
     }
     with paramp.launch_from_torch(config):
         model = seeded(build)
@@ -129,8 +134,11 @@ def test_what_hooks_of_parameters_get(world):
         model[0].weight.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(parameter.grad.clone()))
         engine = engine_of(model, plan={"0": "colwise", "1": "rowwise"})
         engine.module.get_parameter("0.weight").register_hook(lambda gradient: after.append(gradient.clone()))
-        engine.forward_backward(x, y)
-    own = slice(4 * world.rank, 4 * world.rank + 4)
+        with Operators() as operators:
+            engine.forward_backward(x, y)
+    names = [function.name() for function, _ in operators.calls]
+    assert sum(name.startswith("_c10d_functional::all_gather") for name in names) == microbatches  # others: of objects
+    own = slice(4 * tensor, 4 * tensor + 4)
     assert [type(one) for one in before] == [torch.Tensor] * microbatches
     found = [*before, *(one.to_local() for one in after), accumulated[-1].to_local()]
     wanted = [*expected, *(one[own] for one in expected), sum(expected)[own]]
