@@ -161,9 +161,9 @@ class Ended(BaseException):
 class Ranks:
     """Heartbeats on one store, with a clock that is turned by hand and without threads."""
 
-    def __init__(self, size, end_after=None):
+    def __init__(self, size, end_after=None, host="the launcher"):
         self.now, self.written, self.left, store = 0.0, [], [], HashStore()
-        options = {"end_after": end_after, "host": "the launcher"}
+        options = {"end_after": end_after, "host": host}
         self.all = [Heartbeat(store, rank, size, 10.0, **options) for rank in range(size)]
         for one in self.all:
             one._interval, one._clock = 0.0, lambda: self.now
@@ -320,9 +320,22 @@ def test_a_job_without_progress_is_reported_after_each_timeout(start):
         assert len(ranks.written) == 4
 
 
-def test_a_silent_store_is_named_with_its_host(start):
-    ranks = start(2)
-    ranks.seconds(3)
+SILENT_STORES = {  # case: the host, the seconds before, and the text
+    "launcher": (
+        "the launcher",
+        3,
+        "the store has not answered for 11 s: the launcher, which hosts it, is stopped or lost",
+    ),
+    "rank 0": ("", 3, "rank 0, which hosts the store, has been silent for 11 s; it was last seen in setup, step 1"),
+    "never seen": ("", 0, "rank 0, which hosts the store, has been silent for 11 s"),
+}
+
+
+@pytest.mark.parametrize("case", SILENT_STORES)
+def test_a_silent_store_is_named_with_its_host(start, case):
+    host, seconds, text = SILENT_STORES[case]
+    ranks = start(2, host=host)
+    ranks.seconds(seconds)
     waits = iter(range(30))
 
     class Clock:
@@ -333,10 +346,7 @@ def test_a_silent_store_is_named_with_its_host(start):
     ranks.all[1]._stopped = Clock()
     with pytest.raises(Ended):
         ranks.all[1]._watch_store()
-    assert ranks.written == [
-        "paramp: the store has not answered for 11 s: the launcher, which hosts it, is stopped or lost; ending rank 1, "
-        "which was in setup, step 1\n"
-    ]
+    assert ranks.written == [f"paramp: {text}; ending rank 1, which was in setup, step 1\n"]
 
 
 def test_beats_go_over_a_connection_of_their_own():

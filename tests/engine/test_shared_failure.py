@@ -261,19 +261,20 @@ def test_data_ranks_of_shards_that_fail_together_continue(world, resets):
             check_weights(engine, [0], [1], [2], [3], num_layers=4)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "reduce_dtype"), [(0, "float64"), (1, "float32")])
 @on_ranks(4)
-def test_a_sharded_stage_that_fails_on_all_its_ranks(world, stage):
+def test_a_sharded_stage_that_fails_on_all_its_ranks(world, stage, reduce_dtype):
+    """Also where torch adds gradients up apart from ``.grad``, as it reduces them in another dtype."""
     parallel = {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}
-    with started(parallel, num_layers=4) as (context, engine, told):
+    with started(parallel, num_layers=4, reduce_dtype=reduce_dtype) as (context, engine, told):
         own = context.pp.rank
         fail_and_continue(context, engine, told, (RuntimeError, ValueError), [own == stage, own == stage, own == 1])
 
 
 def fail_and_continue(context, engine, told, error, mine):
-    """Batches of which a forward, a backward and the criterion fail on the ranks for which that is theirs."""
+    """Batches of which a forward, a second backward and the criterion fail on the ranks for which that is theirs."""
     for number, what in enumerate(("forward", "backward", "criterion")):
-        with told.failing(error, BROKEN, *([what] if mine[number] else [])):
+        with told.failing(error, BROKEN, *([what, "", 1] if mine[number] else [])):
             engine.forward_backward(*own_part(context, *batch(1)))
         engine.zero_grad()
         assert run_window(context, engine, number).stepped

@@ -1,5 +1,6 @@
 """Layer by layer against one process: right models pass, and of wrong ones the layer that is wrong is named."""
 
+import itertools
 import json
 import math
 import re
@@ -506,15 +507,18 @@ def test_every_microbatch_of_every_data_rank_is_compared(tmp_path):
 
 
 def test_each_step_starts_from_equal_states(tmp_path, monkeypatch):
-    """With half the change in each step, only that differs."""
+    """With half the change in each step, only that differs; and twice more from weights changed at random."""
     given = Options(model="verified:gpt", settings={"precision": "16-mixed"})
     record = alone(given, tmp_path)
     monkeypatch.setattr(options, "CLIP", 0.5)
     with paramp.launch_from_torch(configure(given, "single"), device="cpu") as context:
-        again = next(replay(given, context, 1, tmp_path))
-    outputs = [[tensor for call in each.activations for tensor in call["tensors"]] for each in (record, again)]
-    assert len(outputs[0]) == len(outputs[1]) > 0
-    assert all(map(torch.equal, *outputs))
+        again, *perturbed = replay(given, context, 1, tmp_path)
+    every = (record, again, *perturbed)
+    outputs, same, *others = [[tensor for call in each.activations for tensor in call["tensors"]] for each in every]
+    assert len(outputs) == len(same) > 0
+    assert all(map(torch.equal, outputs, same))
+    assert len(others) == 2
+    assert not any(torch.equal(one[0], other[0]) for one, other in itertools.combinations((outputs, *others), 2))
     for one, other in zip(record.steps, again.steps, strict=True):
         assert all(0.49 < other[name].norm() / one[name].norm() < 0.51 for name in record.trained)
 

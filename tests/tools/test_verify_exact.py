@@ -236,7 +236,7 @@ def test_bits_differ_where_numbers_are_equal():
 WHOLE = torch.arange(8.0).view(2, 4)
 
 
-def by_hand(single, *sharded, spans_stages=False):
+def by_hand(single, *sharded, spans_stages=False, context_ranks=None):
     """The report on traces of (kind, name, microbatch, values, and offsets or what else an entry has)."""
 
     def entries_of(given):
@@ -246,6 +246,8 @@ def by_hand(single, *sharded, spans_stages=False):
     records = [RankRecord(0, rank, modules=["", "up", "down"]) for rank in range(-1, len(sharded))]
     for record in records[1:] if spans_stages else ():
         record.modules = ["", "up"]
+    for record, rank in zip(records[1:], context_ranks or [0] * len(sharded), strict=True):
+        record.context_rank = rank
     report = ExactReport("tp2", "32-true", 1)
     traces = {"single": [entries_of(single)], "sharded": [entries_of(given) for given in sharded]}
     compare_exactly(records[0], records[1:], traces, report)
@@ -279,6 +281,18 @@ def test_parts_are_brought_together():
     for ranks, wrong in (((1, 2), 1), ((2, 1), 0)):
         report = by_hand(copies[0], *(copies[index] for index in ranks))
         assert (report.first.num_different, report.first.ranks) == (8, [wrong])
+
+
+def test_tokens_of_context_ranks_are_brought_together_behind_channels_that_they_do_not_divide():
+    """Two samples of three channels, four tokens and two features, on two context ranks of two tensor ranks each."""
+    whole, entry = torch.arange(48.0).view(2, 3, 4, 2), ("forward", "up", 0)
+    parts = [part.clone() for half in whole.chunk(2, 2) for part in half.chunk(2, 3)]
+    for error in (0, 1):
+        parts[3][1, 2, 0, 0] += error  # the third token's second feature
+        report = by_hand([(*entry, whole)], *([(*entry, part)] for part in parts), context_ranks=(0, 0, 1, 1))
+        assert report.num_compared["forward"] == 1
+        assert report.ok == (not error)
+    assert (report.first.index, report.first.ranks, report.first.num_different) == ((1, 2, 2, 1), [3], 1)
 
 
 def test_what_cannot_be_compared_is_listed():
