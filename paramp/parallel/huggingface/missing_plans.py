@@ -42,6 +42,7 @@ ARCHITECTURES = {
             "h.*.attn": LocalHeads("split_size"),
             "h.*.attn.c_attn": PackedColwise(3),
             "h.*.attn.c_proj": PackedRowwise(),
+            "h.*.attn.attn_dropout": "sharded_random",  # called under reorder_and_upcast_attn
             "h.*.attn.resid_dropout": "replicated_random",
             "h.*.mlp.c_fc": PackedColwise(),
             "h.*.mlp.c_proj": PackedRowwise(),
