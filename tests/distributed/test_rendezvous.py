@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 import paramp
 from paramp.base.errors import LaunchError
 from paramp.config.files import load
-from paramp.distributed import mpi_rendezvous
+from paramp.distributed import mpi_rendezvous, rendezvous
 from paramp.distributed.agreed_arguments import agree, agree_on_config, shared_settings
 from paramp.distributed.launcher_variables import LauncherRank
 
@@ -53,6 +53,20 @@ def test_the_rank_that_is_lost_before_an_agreement_is_named(rank):
     store.set("config/0", "")
     with pytest.raises(LaunchError, match="rank 1 was lost before the ranks had agreed on the config"):
         agree(store, "config", "", rank, 3, "".join)
+
+
+@pytest.mark.parametrize(
+    "left", [{}, {"paramp/0/call": "old", "old/token/1": "of a process that ended", "old/1": "1", "old/go": "1"}]
+)
+def test_a_rank_waits_for_a_call_to_its_own_world(monkeypatch, left):
+    """A launcher's store still has the call of an earlier one, which all of its ranks answered."""
+    monkeypatch.setenv("PARAMP_LAUNCH_TIMEOUT", "0.05")
+    monkeypatch.setattr(rendezvous, "_num_meetings", 0)
+    store = HashStore()
+    for key, value in left.items():
+        store.set(key, value)
+    with pytest.raises(LaunchError, match="of 2 ranks, 0 did not join"):
+        rendezvous.meet(store, 1, 2)
 
 
 DIFFERENT = {"parallel": {"zero": 1}, "precision": "bf16-mixed", "compile": True, "activation_checkpointing": "full"}

@@ -331,16 +331,20 @@ def test_backends_that_make_no_kernels_leave_the_step_as_it_is(backend):
 
 @pytest.mark.parametrize(("mode", "is_wrong"), [("16-naive", True), ("bf16-true", True), ("16-naive", False)])
 def test_where_the_other_step_is_made(uncompiled, monkeypatch, mode, is_wrong):
-    """For a kernel that drops roundings or is 5 % off; and under a dispatch mode.
+    """For a kernel whose masters are as rounded as weights, or that is 5 % off; and under a dispatch mode.
 
     torch would never again run the compiled code after it was called under one.
     """
 
-    def wrong(weight, master, *others):
-        assert is_wrong
-        weight.mul_(1.05) if master is None else master.copy_(weight)
+    def compiled_wrongly(variant, _):
+        def kernel(weight, master, *others):
+            assert is_wrong
+            step_function(variant)(weight, master, *others)
+            weight.mul_(1.05) if master is None else master.copy_(weight)
 
-    monkeypatch.setattr(compiled, "compiled_step", lambda *_: wrong)
+        return kernel
+
+    monkeypatch.setattr(compiled, "compiled_step", compiled_wrongly)
     message = "differs from the uncompiled one"
     with pytest.warns(UserWarning, match=message) if is_wrong else FlopCounterMode(display=False):
         weights = train(configuration(mode), ADAMW)[-1]

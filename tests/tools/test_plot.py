@@ -60,6 +60,14 @@ def test_incomplete_lines_are_ignored_and_several_runs_are_compared(tmp_path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
 
 
+def test_each_of_many_runs_has_a_line_of_its_own(tmp_path):
+    """By its colour, and once these are used up by its dashes."""
+    norm = draw([read_run(folder_of(tmp_path))] * 24).axes[2]
+    looks = [(line.get_color(), line.get_linestyle()) for line in norm.lines]
+    assert len(set(looks)) == 24
+    assert [style for _, style in looks] == [style for style in ("-", "--", ":", "-.") for _ in range(6)]
+
+
 def test_user_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
     good = str(folder_of(tmp_path / "good"))
     (tmp_path / "bare").mkdir()
