@@ -283,6 +283,14 @@ def test_replaced_parameters_are_put_back_and_refuse_the_loss_that_missed_them(n
     assert 0 < (own - 0.25).abs().max() < 0.05
 
 
+def test_a_part_without_parameters_computes_in_the_mode():
+    """Outside of a launch, with nothing that says on which device."""
+    nothing = torch.optim.SGD([{"params": []}], lr=0.1)
+    part, *_ = converted(*NAIVE, model=nn.Tanh(), optimizer=lambda _: nothing)
+    ((x, _),) = data(1)
+    assert torch.equal(part(x), x.half().tanh().float())
+
+
 def test_masters_are_made_of_the_weights_before_they_are_rounded_and_state_for_the_masters():
     made = converted(*NAIVE, optimizer=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05))
     for master, weight, original in zip(stepped(made[1]), made[0].parameters(), network().parameters(), strict=True):

@@ -51,6 +51,12 @@ MEANT = [
     ({"precision.reduce_dtype.dp": "float32"}, "training.mixed_precision_reduce='float32'"),
     ({"precision": "16-mixed", ONCE: 4096.0}, "init_scale=4096 initial_loss_scale=4096 fp16.initial_scale_power=12"),
     ({"precision": "16-mixed", ONCE: 1024.0}, "kwargs_handlers=[]"),
+    # What is no number becomes the default of torch's GradScaler.
+    ({"precision": "16-mixed", ONCE: 65536.0}, "init_scale='auto' initial_loss_scale='auto'"),
+    ({"precision": "16-mixed", ONCE: 65536.0}, "fp16.initial_scale_power='auto'"),
+    ({"precision.scaling.growth_interval": 2000, "precision": "16-mixed"}, "growth_interval='auto'"),
+    ({"precision.scaling.growth_factor": 2.0, "precision": "16-mixed"}, "growth_factor='auto'"),
+    ({"precision.scaling.backoff_factor": 0.5, "precision": "16-mixed"}, "backoff_factor='auto'"),
     ({ONCE: 128.0, "precision.scaling.min_scale": 128.0, "precision.scaling.max_scale": 128.0}, "loss_scale=128"),
     ({ONCE: 8.5, "precision.scaling.min_scale": 8.5, "precision.scaling.max_scale": 8.5}, "loss_scaling=8.5"),
     ({ONCE: 2.0**10, "precision.scaling.max_scale": 2.0**10}, "fp16.loss_scale='static'"),

@@ -116,6 +116,10 @@ REFUSED_PLANS = {
         "LlamaForCausalLM has num_key_value_heads 1; expected a divisor of 1",
     ),
     "odd heads": (lambda: build("gpt2", n_embd=30, n_head=3), "GPT2LMHeadModel has num_attention_heads 3"),
+    "heads of a part": (
+        lambda: pretrained.build("LLaVA", text={"num_key_value_heads": 1}),
+        "LlavaForConditionalGeneration has num_key_value_heads 1; expected a divisor of 1",
+    ),
     "inner": (lambda: build("gpt2", n_inner=33), r"h\.0\.mlp\.c_fc' has 33 outputs, expected a multiple of 1 parts x"),
     "style": (
         lambda: changed({"model.layers.*.mlp": "grouped_gemm"}),

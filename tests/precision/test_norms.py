@@ -253,6 +253,16 @@ class Described(nn.LayerNorm):
         return f"{super().extra_repr()}, label={self.label}"
 
 
+class Remade(Described):
+    """Its class makes no object without its arguments, so that copies get them too."""
+
+    def __new__(cls, width, label):
+        return super().__new__(cls)
+
+    def __getnewargs__(self):
+        return *self.normalized_shape, self.label
+
+
 class Shifted(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x) + 1
@@ -333,9 +343,11 @@ def test_a_subclass_without_a_forward_stays_one():
         with torch.autocast("cpu", dtype=torch.float16):
             assert torch.equal(other(x), norm(x))
             assert other(x).dtype is torch.float16
-    another = nn.Sequential(Described(8, "other"))
+    another = nn.Sequential(Described(8, "other"), Remade(8, "again"))
     functional.apply_low_precision_layernorm(another)
     assert type(another[0]) is type(norm)
+    for remade in (copy.deepcopy(another[1]), pickle.loads(pickle.dumps(another[1]))):
+        assert repr(remade) == repr(another[1]) == f"LP{Remade(8, 'again')}"
 
 
 def test_a_parametrized_norm_stays_parametrized():

@@ -64,6 +64,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": "sgd"},
     "untied": {"model": {"tied": False}},
     "dropout": {"model": {"dropout": 0.1}, "activation_checkpointing": "full"},
+    "freezing": {"frozen": "norm.bias"},
     "own loop": {"loop": "by hand"},
     "sums": {"criterion": "sum and count"},
     "no loss": {"loop": "without the loss"},
@@ -80,7 +81,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scaler, fused": {"program": "scaler", "optimizer": "fused"},
 }
 """What is added to a cell's configuration, or, by a key of :data:`OTHER_KEYS`, to how it is trained."""
-OTHER_KEYS = ("optimizer", "model", "criterion", "loop", "num_zeros", "batches", "program")
+OTHER_KEYS = ("optimizer", "model", "frozen", "criterion", "loop", "num_zeros", "batches", "program")
 PROGRAM_LAYOUTS = {"torchtitan": ("1", "dp2", "tp2", "fsdp2")}
 HOSTS = ("accelerate", "lightning", "torchtitan", "transformers")
 """Packages whose own lines may wait."""
@@ -103,6 +104,8 @@ class Cell(NamedTuple):
         has_program = self.mode == "16-mixed" and self.layout in PROGRAM_LAYOUTS.get(self.feature, "1")
         if ("pipeline" in parallel and self.feature == "own loop") or ("program" in job and not has_program):
             raise ConfigError("not in a pipeline, or not in an engine")
+        if self.feature == "freezing" and parallel:
+            raise ConfigError("not on several ranks, which read whether all of them have frozen the same")
         config = {key: job.pop(key) for key in [*job] if key not in OTHER_KEYS}
         config |= {"parallel": parallel, "precision": self.mode}
         paramp.Config(**config)
@@ -119,7 +122,7 @@ class Cell(NamedTuple):
 OTHER_SCHEDULES = [name for name in SCHEDULES if name != "1f1b"]
 ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) for name in OTHER_SCHEDULES}
 PART = [
-    *(Cell("16-mixed", "1", "plain"), Cell("bf16-mixed", "fsdp2", "ema"), Cell("16-naive", "1", "remainders")),
+    *(Cell("16-mixed", "1", "freezing"), Cell("bf16-mixed", "fsdp2", "ema"), Cell("16-naive", "1", "remainders")),
     *(Cell("bf16-true", "1", "stochastic rounding"), Cell("O2", "dp2 + zero1", "bf16 state")),
     *(Cell("bf16-mixed", "pp2", "pinned batches"), Cell("32-true", "dualpipev", "sums")),
     *(Cell("32-true", "1", "exact"), Cell("16-mixed", "1", "compiled"), Cell("16-mixed", "1", "accelerate, clipped")),

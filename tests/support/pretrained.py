@@ -49,7 +49,10 @@ Importing from the submodules is much faster than from transformers.
 
 
 def build(family: str, **changes: Any) -> torch.nn.Module:
-    """The model of ``family``, in fp32, the same on every call; ``changes`` of its configuration."""
+    """The model of ``family``, in fp32, the same on every call; ``changes`` of its configuration.
+
+    ``text``: changes of the configuration of LLaVA's decoder.
+    """
     folder, kind, options = FAMILIES[family]
     options = options | changes
     module = importlib.import_module(f"transformers.models.{folder}")
@@ -70,7 +73,7 @@ def _configuration(folder: str, kind: Any, options: dict[str, Any]) -> Any:
         from transformers.models.llava import LlavaConfig
 
         vision = CLIPVisionConfig(**VIT, patch_size=4)
-        text = LlamaConfig(**{**DECODER, "num_hidden_layers": 2})
+        text = LlamaConfig(**{**DECODER, "num_hidden_layers": 2, **options.pop("text", {})})
         return LlavaConfig(vision_config=vision, text_config=text, **options)
     if folder == "gemma3":
         from transformers.models.gemma3 import Gemma3TextConfig

@@ -255,6 +255,8 @@ def train(cell: dict[str, Any], rank: int, objects: fake_cuda.Objects) -> None:
             getattr(Programs, name)(model, optimizer, variant)
             return
         engine, *_ = paramp.initialize(model, optimizer, CRITERIA[cell.get("criterion", "mean")])
+        if "frozen" in cell:
+            engine.module.get_parameter(cell["frozen"]).requires_grad_(False)
         for _ in range(STEPS):
             x = tokens()
             x = x.pin_memory() if cell.get("batches") == "pinned" else x.cuda()

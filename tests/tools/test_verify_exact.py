@@ -11,12 +11,15 @@ import torch
 from commands import ROOT, python
 from families import cases, family, rarely
 from pool import run_on_ranks
+from small_engines import engine_of, train_step
 from verified import gpt, mixtures
 
+import paramp
 from paramp.config.reproducible import Reproducible
 from paramp.exact.verify_bits import tensor_trace as trace
 from paramp.exact.verify_bits.bits_report import ExactReport
 from paramp.exact.verify_bits.compare_bits import compare_exactly, different
+from paramp.exact.verify_bits.exact_recorder import ExactRecorder
 from paramp.exact.verify_bits.tensor_trace import Entry, Key
 from paramp.tools.cli import main
 from paramp.tools.verify import two_runs
@@ -252,6 +255,24 @@ def by_hand(single, *sharded, spans_stages=False, context_ranks=None):
     traces = {"single": [entries_of(single)], "sharded": [entries_of(given) for given in sharded]}
     compare_exactly(records[0], records[1:], traces, report)
     return report
+
+
+def test_of_a_step_the_masters_are_recorded_beside_the_weights_that_are_rounded(tmp_path):
+    start, x = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}, torch.randn(4, 4)
+    model, written = torch.nn.Linear(4, 4), trace.TraceWriter(tmp_path / "trace")
+    model.load_state_dict(start)
+    with paramp.launch_from_torch({"reproducible": True, "precision": "bf16-naive"}):
+        engine = engine_of(model)
+        with ExactRecorder(engine, [], written) as recorder:
+            recorder.begin(1, 0, 4)
+            recorder.end_step(train_step(engine, x))
+    written.close()
+    found = {(entry.key.kind, entry.key.name): entry.values for entry in trace.read(tmp_path / "trace")}
+    for name, value in start.items():
+        moved = value - 0.1 * found["gradient", name].float()
+        torch.testing.assert_close(found["master", name].view_as(value), moved)
+        assert torch.equal(found["weight", name], found["master", name].bfloat16())
+        assert not torch.equal(found["weight", name].float(), found["master", name])
 
 
 def test_the_first_difference_is_that_of_the_step_and_not_of_the_schedule():
