@@ -69,6 +69,7 @@ MEANT = [
     ({"precision.scaling.hysteresis": 3}, "hysteresis=3 fp16.hysteresis=3"),
     ({"precision.scaling.hysteresis": 2}, "fp16.consecutive_hysteresis=True"),
     ({"precision.scaling.min_scale": 2.0}, "min_scale=2.0 min_loss_scale=2.0 fp16.min_loss_scale=2"),
+    ({"precision": "16-mixed", "precision.scaling.min_scale": 1.0}, "min_scale='auto' min_loss_scale='auto'"),
     ({"precision.scaling.max_scale": 2.0**20}, "max_scale=1048576"),
     ({"precision": "16-naive"}, "log_num_zeros_in_grad=True"),
     ({"clip_grad_norm": 0.5}, "gradient_clipping=0.5 grad_clip=0.5 clip_grad=0.5 clip_norm=0.5 max_norm=0.5"),

@@ -12,7 +12,7 @@ from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_en
 from torch import nn
 
 import paramp
-from paramp.scaling.overflow_report import RankCoordinates
+from paramp.scaling.overflow_report import NonFiniteGradient, Origin, OverflowReport, RankCoordinates
 
 NAN, INF = float("nan"), float("inf")
 SCALED = {"mode": "16-mixed", "init_scale": 2.0**10}
@@ -184,6 +184,33 @@ def test_overflows_outside_of_modules_are_named():
             engine = engine_of(nn.Linear(4, 4))
             assert train_step(engine, x, good).overflow
             assert f"{words} produced inf" in str(engine.diagnose_overflow())
+
+
+def test_a_report_lists_five_gradients_experts_and_ranges_and_counts_the_others():
+    place = RankCoordinates(0)
+    gradients = tuple(
+        NonFiniteGradient(name=f"{index}.weight", place=place, kind="NaN", count=1, size=1, largest=0.0)
+        for index in range(8)
+    )
+    ranges = (3, 5), (7, 8), (9, 10), (12, 13), (14, 15), (20, 30), (40, 50)
+    origin = Origin(
+        during="forward",
+        module="experts",
+        place=place,
+        kind="NaN",
+        call=0,
+        microbatch=1,
+        largest=2.0,
+        experts=(0, 2, 3, 4, 6, 7),
+        positions=ranges,
+    )
+    assert str(OverflowReport(1.0, gradients, origin)).splitlines() == [
+        "no scale helps: experts in experts 0, 2, 3, 4, 6, 1 more produced NaN in the forward of microbatch 1 on rank "
+        "0, positions 3 to 4, 7, 9, 12, 14 and 2 more ranges of the sequence",
+        "  the largest finite magnitude in it is 2",
+        *(f"  gradient of {index}.weight on rank 0: NaN, 1 of 1 elements" for index in range(5)),
+        "  and 3 more gradients that are not finite",
+    ]
 
 
 def linear(scale, **config):

@@ -106,6 +106,33 @@ def test_a_step_is_that_of_torchs_optimizer(name):
                         torch.testing.assert_close(state[key], torch.as_tensor(value), atol=1e-12, rtol=1e-10, msg=key)
 
 
+class Neighbours(nn.Module):
+    """Equal weights, one after the other, of which a step uses some."""
+
+    used = ()
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(7, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        return sum(x * self.weights[index] for index in self.used)
+
+
+def test_neighbours_that_have_missed_other_steps_are_stepped_by_their_own_counts():
+    """One misses two steps, the next one the second of them; the bias correction of both is then another one."""
+    model, ours = Neighbours(), Neighbours()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with paramp.launch_from_torch({"precision": "64-true"}):
+        engine = engine_of(ours, optimizer=torch.optim.AdamW)
+        for used, (x, _) in zip([(1, 2), (2,), (0, 1, 2), (0, 1, 2)], data(4, dtype=torch.float64), strict=True):
+            model.used = ours.used = used
+            plain_step(model, optimizer, x, x)
+            assert train_step(engine, x).stepped
+        for expected, found in zip(model.weights, ours.weights, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-13, rtol=0)
+
+
 # ---------------------------------------------------------------------------------------------------- the buffers
 
 MODES = [name for name, row in PRESETS.items() if row.float8 is None and "engine" not in name]

@@ -476,6 +476,22 @@ def test_a_module_that_several_stages_call_is_not_compared():
     assert report.layers[0].problem == "several stages call it"
 
 
+def test_an_output_of_context_ranks_is_whole_or_of_their_own_tokens():
+    """Of eight tokens one rank has the first and the last two, and another the others, before channels or behind."""
+    whole = torch.arange(48.0).double().view(2, 8, 3)
+    ends, middle = whole[:, [0, 1, 6, 7]], whole[:, 2:6]
+    every = (whole, whole, whole), (whole, ends, middle), (whole.mT, ends.mT, middle.mT)
+    for (expected, *parts), error in itertools.product(every, (0, 1)):
+        size = torch.nn.utils.get_total_norm(parts).item()
+        parts[1] = parts[1].clone()
+        parts[1][1, 2, 0] += error
+        ranks = [record_of(output=part) for part in parts]
+        ranks[1].context_rank = 1
+        report = compare(record_of(output=expected), [], ranks, in_fp16())
+        assert report.layers[0].forward == pytest.approx(error / (size * 2.0**-11))
+        assert report.ok == (not error)
+
+
 def test_every_microbatch_of_every_data_rank_is_compared(tmp_path):
     """Three steps of two samples a microbatch, of 16 tokens, by default. The records of two data ranks are by hand."""
     settings = {"parallel": {"data": 2, "pipeline": {"microbatches": 2}}, "precision": "16-mixed"}
