@@ -210,7 +210,8 @@ def test_counts_are_as_exact_as_fp32():
 def units(windows, **config):
     """The unit of each window, by the size of the gradients before its step, and whether that was made.
 
-    A window is the weights of the four samples of each of its calls; None: a mean, whose unit is NaN.
+    A window is the weights of the four samples of each of its calls; None: a mean, whose unit is NaN. One with NaN
+    fails, and is left out.
     """
     found = []
     with paramp.launch_from_torch(config) as context:
@@ -220,6 +221,11 @@ def units(windows, **config):
         engine = engine_of(model, criterion, functools.partial(torch.optim.SGD, lr=0.0))
         for weights in windows:
             criterion.mean = None in weights
+            if math.nan in weights:
+                with pytest.raises(ValueError, match="a count of nan"):
+                    engine.forward_backward(*samples([math.nan] * 4))
+                engine.zero_grad()
+                continue
             for number, weight in enumerate(weights, 1):
                 engine.forward_backward(*samples([1.0 if weight is None else weight] * 4))
                 if number < len(weights):
@@ -257,6 +263,12 @@ def test_the_first_windows_of_counts_after_means_have_the_unit_of_the_last_count
     expected = [math.nan, 1.0, 16.0, 4.0, math.nan, 256.0, 256.0, *[math.nan] * 3, 2.0**19]
     assert [unit for unit, _ in found] == pytest.approx(expected, rel=0.01, nan_ok=True)
     assert [stepped for _, stepped in found] == [True] * 9 + [False, True]
+
+
+@on_ranks(2)
+def test_a_mean_after_a_window_that_failed_leaves_the_next_counts_a_unit_of_their_own(world):
+    found = units([(3.0,), (math.nan,), (None,), (48.0,)], parallel={"data": 2})
+    assert [unit for unit, _ in found] == pytest.approx([16.0, math.nan, 256.0], rel=0.01, nan_ok=True)
 
 
 @on_ranks(2)

@@ -287,15 +287,15 @@ def other(kind, **options):
     torch.manual_seed(5)
     folder, sizes, _ = OTHERS.get(kind, ("ernie4_5_moe", {}, ""))
     found = getattr(importlib.import_module(f"transformers.models.{folder}"), kind)
-    return found(found.config_class(**SIZES, intermediate_size=32, **sizes, **options)).train()
+    return found(found.config_class(intermediate_size=32, **(SIZES | sizes | options))).train()
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_models_with_such_a_bias_have_it_too(kind):
-    """MiniMax-M2 has it beside its router, and in half-precision weights it is not rounded."""
+@pytest.mark.parametrize(("kind", "choices"), [*((kind, 2) for kind in OTHERS), ("Dots1ForCausalLM", 1)])
+def test_other_models_with_such_a_bias_have_it_too(kind, choices):
+    """MiniMax-M2 has it beside its router, and in half-precision weights it is not rounded; also one expert a token."""
     tokens, owner = batch(8), OTHERS[kind][2]
     with paramp.launch_from_torch({"precision": "bf16-naive"}):
-        model = other(kind, bias_rate=RATE)
+        model = other(kind, bias_rate=RATE, num_experts_per_tok=choices)
         model.get_submodule(owner).e_score_correction_bias.copy_(torch.tensor([0.001, 0.0, 1.001, 0.0]))
         engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=0.0))
         engine.forward_backward(inputs(tokens))
@@ -304,7 +304,7 @@ def test_other_models_with_such_a_bias_have_it_too(kind):
             torch.tensor([0.001, 0.0, 1.001, 0.0]),
             engine.module.get_submodule(owner).e_score_correction_bias,
         )
-        assert counts.sum() == tokens.numel() * 2
+        assert counts.sum() == tokens.numel() * choices
         engine.step()
         assert bias.tolist() == (before + RATE * (counts.double().mean() - counts).sign().float()).tolist()
 
