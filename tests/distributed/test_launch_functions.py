@@ -4,7 +4,9 @@ import contextlib
 import functools
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +18,7 @@ from pool import on_ranks
 from small_engines import each_raises, engine_of, train_step
 
 import paramp
-from paramp.distributed import launcher_variables
+from paramp.distributed import launch_from_torch_mpi_slurm, launcher_variables
 from paramp.distributed.rendezvous import free_port
 
 
@@ -53,6 +55,24 @@ def test_a_step_of_one_process_makes_no_collective(config):
                 train_step(engine, torch.ones(2, 4))
                 engine.zero_grad()
         assert not any(collectives.counts.values()), collectives.counts
+
+
+@pytest.mark.parametrize(
+    ("gpus", "has_nccl", "expected"),
+    [("AB", True, "nccl"), ("AA", True, "gloo"), ("A-", True, "gloo"), ("--", True, "gloo"), ("AB", False, "gloo")],
+)
+def test_ranks_take_nccl_if_each_has_a_gpu_of_its_own(monkeypatch, gpus, has_nccl, expected):
+    """Two ranks; ``-``: one without a GPU."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index]))
+    store = dist.HashStore()
+
+    def backend_of(rank):
+        device = torch.device("cpu" if gpus[rank] == "-" else "cuda", rank)
+        return launch_from_torch_mpi_slurm._agree_on_backend(store, device, rank, 2)
+
+    with ThreadPoolExecutor() as ranks:
+        assert [*ranks.map(backend_of, range(2))] == [expected] * 2
 
 
 def test_launches_that_are_refused(monkeypatch):

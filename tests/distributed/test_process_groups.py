@@ -2,6 +2,7 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,22 @@ def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_wor
     assert calls == [(pairs.tolist(), "tp", "run/tp/4"), (ends.tolist(), "ends", "run/ends/none")]
     made.destroy()
     assert list(c10d._world.pg_map) == [dist.group.WORLD]
+
+
+@pytest.mark.parametrize(
+    ("backend", "bound", "splits"),
+    [("nccl", True, True), ("cpu:gloo,cuda:nccl", True, False), ("nccl", False, False), ("gloo", False, False)],
+)
+def test_a_world_is_split_where_all_of_it_is_one_communicator_that_is_connected(monkeypatch, backend, bound, splits):
+    """``bound``: to a device."""
+    world = SimpleNamespace(
+        bound_device_id=torch.device("cuda", 0) if bound else None,
+        _get_backend=lambda device: SimpleNamespace(supports_splitting=True),
+    )
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: str(c10d.BackendConfig(dist.Backend(backend))))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert process_groups._world_splits() == splits
 
 
 @on_ranks(4)
