@@ -77,7 +77,8 @@ class Trained:
 def training(*args, **data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SECONDS_BETWEEN_QUESTIONS", 0.02)
-        with paramp.launch_from_torch({"parallel": {"data": {"shard": 2} | data}}) as context:
+        config = {"parallel": {"data": {"shard": 2} | data}, "hang_timeout": 10.0}  # in which the others answer
+        with paramp.launch_from_torch(config) as context:
             yield Trained(context, *args)
 
 
