@@ -10,6 +10,7 @@ from families import cases, family, rarely
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import paramp
 import paramp.parallel.fsdp.unit_order_check as module
@@ -178,6 +179,37 @@ def test_blocks_that_all_ranks_choose_alike_train(world):
         patch.setattr(module, "MAX_KNOWN", 30)
         for _ in range(8):
             trained.step(index for index in range(4) if torch.rand((), generator=choose) > 0.4)
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_late_is_waited_for(world):
+    """It comes once the other, which waits for it, has looked where it is."""
+    posted = UnitOrder._posted
+    with pytest.MonkeyPatch.context() as patch, training() as trained:
+        store, looked = distributed_c10d._get_default_store(), f"looked/{trained.context.serial}"
+        if world.rank == 0:
+            patch.setattr(UnitOrder, "_posted", lambda *args: store.set(looked, "") or posted(*args))
+        else:
+            trained.engine.module.blocks[1].register_forward_hook(lambda *_: store.wait([looked]))
+        trained.step()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_collective_that_ends_just_after_a_wait_for_it_raises_its_own_error_only(fails):
+    class Work:
+        def wait(self, timeout=None):
+            if timeout is not None or fails:
+                raise RuntimeError("Operation timed out!" if timeout is not None else "connection lost")
+
+        def is_completed(self):
+            return True
+
+    waiting = module._Waiting(Work(), has_timeout=True)
+    if fails:
+        with pytest.raises(RuntimeError, match="connection lost"):
+            waiting.is_done()
+    else:
+        assert waiting.is_done()
 
 
 @on_ranks(2)

@@ -282,15 +282,16 @@ class _Waiting:
         """Wait for a while. Returns whether the collective is done; raises its error."""
         if self._thread is not None:
             self._thread.join(SECONDS_BETWEEN_QUESTIONS)
-            if not self._thread.is_alive():
-                self.finish()
-            return not self._thread.is_alive()
+            if self._thread.is_alive():
+                return False
+            self.finish()
+            return True
         try:
             self._work.wait(timedelta(seconds=SECONDS_BETWEEN_QUESTIONS))
         except RuntimeError:
-            if self._work.is_completed():  # not the end of the while
-                raise
-            return False
+            if not self._work.is_completed():  # the end of the while
+                return False
+            self._work.wait()  # raises its error; without one it ended just after the while
         return True
 
 
