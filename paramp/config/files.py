@@ -1,11 +1,11 @@
 """Configurations from files and dicts."""
 
-import enum
 import importlib
 import runpy
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from ..base.errors import ConfigError, one_line, shown
@@ -86,12 +86,16 @@ def read_file(path: str | Path) -> dict[str, Any]:
         except Exception as error:
             what = f"{type(error).__name__}: {one_line(str(error))}"
             raise ConfigError(f"config: {str(path)!r} does not run: {what}") from None
+        for name in ("CONFIG", "config"):
+            if isinstance(names.get(name), Config):
+                raise ConfigError(f"config: {name} in {str(path)!r} is a Config, expected the dict it is made from")
         plain = (Mapping, str, int, float, list, tuple, Precision)
         known = [*keys(Config), *importlib.import_module(FOREIGN_NAMES).KEYS]
         names = {
             key: value
             for key, value in names.items()
-            if isinstance(value, plain) or (isinstance(value, enum.Enum) and key in known)
+            # Names of keys may be imported for something else, as torch.compile.
+            if isinstance(value, plain) or (key in known and not (isinstance(value, ModuleType) or callable(value)))
             if not key.startswith("_")
         }
         for name in ("CONFIG", "config"):

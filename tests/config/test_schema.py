@@ -269,6 +269,18 @@ def test_toml_and_python_files_give_the_same_configuration(tmp_path):
     assert (toml.LAYERS, beside.LAYERS, beside.OTHER) == (3, 3, 4)
 
 
+def test_the_names_of_a_python_file_have_any_value_that_their_keys_have(tmp_path):
+    """What else it imports or makes is no setting, whatever its name."""
+    (tmp_path / "flat.py").write_text(
+        "import torch\nfrom torch import compile\nfrom enum import Enum\nimport random as seed\n"
+        "from paramp.amp import AMP_TYPE\nfrom paramp.config.schema import EmaConfig\n"
+        "other, half, missing = Enum('Other', 'A').A, torch.float16, None\n"
+        "fp16, grad_dtype, hang_timeout, ema = AMP_TYPE.NAIVE, torch.float32, None, EmaConfig(decay=0.5)\n"
+    )
+    expected = {"fp16": AMP_TYPE.NAIVE, "grad_dtype": torch.float32, "hang_timeout": None, "ema": {"decay": 0.5}}
+    assert load(tmp_path / "flat.py") == load(expected)
+
+
 def test_colossalais_number_of_microbatches_counts_in_every_configuration():
     for value, size, expected in [(4, 2, 4), (None, 2, 2), (4, {"size": 2, "microbatches": 4}, 4), (4, 1, 1)]:
         config = load({"NUM_MICRO_BATCHES": value, "parallel": {"pipeline": size}})
@@ -281,6 +293,7 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
         ("broken.toml", "parallel = [", r"broken\.toml' is not valid TOML"),
         ("broken.py", "def (", r"broken\.py' does not run: SyntaxError"),
         ("broken.py", "1 / 0", r"broken\.py' does not run: ZeroDivisionError: division by zero"),
+        ("run.py", "import paramp\nconfig = paramp.Config()\n", r"config in .*run\.py' is a Config, expected the dict"),
         ("run.yaml", "", r"expected \.toml or \.py"),
         ("run.py", "import os\n_private = 1\nparalell = dict(tensor=2)\n", r"paralell: no such key.*'parallel'"),
     ],
