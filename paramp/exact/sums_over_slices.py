@@ -148,7 +148,7 @@ class _AddBias(torch.autograd.Function):
         return gradient, sum_over(tree_sum(sums), group).to(dtype), None, None
 
 
-def sum_rows(rows: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool = False) -> torch.Tensor:
+def sum_rows(rows: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
     """The sum over ``group`` of ``rows``, each of which is 0 on all ranks but one; bit for bit that rank's."""
     return cast(torch.Tensor, _SumRows.apply(rows, group, sequence))
 

@@ -323,7 +323,7 @@ def test_a_job_without_progress_is_reported_after_each_timeout(start):
 SILENT_STORES = {  # case: the host, the seconds before, and the text
     "launcher": (
         "the launcher",
-        3,
+        1,
         "the store has not answered for 11 s: the launcher, which hosts it, is stopped or lost",
     ),
     "rank 0": ("", 3, "rank 0, which hosts the store, has been silent for 11 s; it was last seen in setup, step 1"),
@@ -347,6 +347,7 @@ def test_a_silent_store_is_named_with_its_host(start, case):
     with pytest.raises(Ended):
         ranks.all[1]._watch_store()
     assert ranks.written == [f"paramp: {text}; ending rank 1, which was in setup, step 1\n"]
+    assert ranks.now == seconds + 12.0  # a second until it first looks, however many answers there were before
 
 
 def test_beats_go_over_a_connection_of_their_own():
@@ -419,7 +420,9 @@ def test_the_engine_reports_its_phases(tmp_path):
 @on_ranks(2)
 def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
     if world.rank == 1:
-        Departures("test of one that left", 1, 2).announce("rank 1 has left")
+        departures = Departures("test of one that left", 1, 2)
+        departures.announce("rank 1 has left")
+        assert departures.first() == "rank 1 has left"
     else:
         with pytest.raises(RuntimeError, match=r"engine\.save: every rank has to call it, but rank 1 has left"):
             Departures("test of one that left", 0, 2).gather("save", "engine.save")
