@@ -107,13 +107,14 @@ class CountUnit:
             return
         num_first = 1 if self._first_rank else axis.size
         first = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if count is not None and axis.rank < num_first and (agrees or axis.size == 1):
-            first[0] = count / num_first
-            first[1].fill_(1.0)  # an assignment would copy the number to a GPU
+        if loss is not None and axis.rank < num_first and (agrees or axis.size == 1):
+            if count is not None:
+                first[0] = count / num_first
+            first[1].fill_(-1.0 if count is None else 1.0)  # an assignment would copy the number to a GPU
         if agrees:
             self.sum_over_data_(first)
-            if self._device.type == "cpu" and self._agrees is None:
-                self._agrees = bool(first[1])
+            if self._device.type == "cpu" and self._agrees is None and first[1] != 0:  # 0: their batches have failed
+                self._agrees = bool(first[1] > 0)
         self.value = _unit_of(first[0], self._usual, SPREAD if size > num_first else 1.0)
 
     def divide(self, loss: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

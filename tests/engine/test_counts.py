@@ -272,6 +272,12 @@ def test_a_mean_after_a_window_that_failed_leaves_the_next_counts_a_unit_of_thei
 
 
 @on_ranks(2)
+def test_counts_after_a_first_window_that_failed_have_a_unit_of_their_own(world):
+    found = units([(math.nan,), (48.0,)], parallel={"data": 2})
+    assert [unit for unit, _ in found] == pytest.approx([256.0], rel=0.01)
+
+
+@on_ranks(2)
 def test_data_ranks_exchange_two_numbers_in_windows_that_may_have_counts(world):
     """In the first backward of each window; with means only in that of the first. A step sends the same."""
     steps = []
