@@ -35,12 +35,14 @@ def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks:
     They have to agree, because values of one rank are broadcast into the memory of others. ``with_hooks``: compare the
     numbers of hooks too, because hooks of a sharded parameter communicate.
     """
+    first_names: dict[torch.Tensor, str] = {}
     local: list[tuple[Any, ...]] = [
         (
             *(name, tuple(value.shape), value.dtype, value.requires_grad, *(["meta"] if value.is_meta else [])),
             *([f"{count} hooks"] if with_hooks and count else []),
+            *([f"tied to {first}"] if (first := first_names.setdefault(value, name)) != name else []),
         )
-        for name, value in named_tensors(model)
+        for name, value in named_tensors(model, remove_duplicate=False)
         for count in [num_hooks(value)]
     ]
     if found := first_difference_over_ranks(local, context.device):

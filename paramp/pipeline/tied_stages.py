@@ -58,7 +58,7 @@ def tie_stages(shared: Sequence[SharedParameter], module: nn.Module, context: Pa
         return []
     local_names = [tie.local_names[context.pp.rank] for tie in shared]
     parameters = [None if name is None else module.get_parameter(name) for name in local_names]
-    _check_same_ties(shared, parameters, context)
+    _check_placements(shared, parameters, context)
     # Sorted, so that ranks with several ties make the groups that they share in the same order.
     groups = {
         holders: context.make_group(
@@ -76,18 +76,11 @@ def tie_stages(shared: Sequence[SharedParameter], module: nn.Module, context: Pa
     return ties
 
 
-def _check_same_ties(
+def _check_placements(
     shared: Sequence[SharedParameter], parameters: Sequence[nn.Parameter | None], context: ParallelContext
 ) -> None:
-    """Check that all pipeline ranks found the same ties, with the same placements; else raise on each of them."""
+    """Check that all pipeline ranks have the same placements of a parameter that they share; else raise on each."""
     layouts = [None if one is None else str(getattr(one, "placements", "whole")) for one in parameters]
-    everyone = gather_objects((list(shared), layouts), context.pp.group)
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs != everyone[0][0]:
-            raise ConfigError(
-                f"model: pipeline rank 0 ties {[tie.names for tie in everyone[0][0]]}, but pipeline rank {rank} "
-                f"{[tie.names for tie in theirs]}; build the same model on every rank"
-            )
-    for tie, *placements in zip(shared, *(layouts for _, layouts in everyone), strict=True):
+    for tie, *placements in zip(shared, *gather_objects(layouts, context.pp.group), strict=True):
         if len({layout for layout in placements if layout is not None}) > 1:
             raise ConfigError(f"plan: {' and '.join(tie.names)} are one parameter, but it shards them differently")

@@ -45,6 +45,10 @@ def hook_on_one_rank():
     return with_hook(layers(), parameter="1.bias") if torch.distributed.get_rank() == 1 else layers()
 
 
+def other_tie_on_each_rank():
+    return tied(torch.distributed.get_rank(), 2, 3)
+
+
 def nested():
     return nn.Sequential(nn.Linear(4, 4), layers())
 
@@ -124,6 +128,7 @@ def case(build, message, *layouts, plan=None):
 DP2, FSDP2, TP2 = {"data": 2}, {"data": {"shard": 2}}, {"tensor": 2}
 TWO_WAYS = {"0": ColwiseParallel(), "1": RowwiseParallel(input_layouts=Shard(-1))}
 HOOKED_TIE = r"0\.weight and 3\.weight are one parameter with hooks"
+OTHER_TIES = r"has \('2\.weight', .* 'tied to 0\.weight'\), but rank 1 has \('2\.weight', .* 'tied to 1\.weight'\)"
 ON_RANK_1 = r"rank 1 has \('1\.bias', \(4,\), torch\.float32, True, '1 hooks'\)"
 TWO_STAGES = "'0.weight' and '2.weight' are one parameter, in two stages of pipeline rank 0, expected one stage"
 BY_FSDP2 = r"^model: '1' is sharded by fully_shard, .*remove fully_shard.*data\.shard does.*DistributedGradScaler"
@@ -148,6 +153,7 @@ OF_RANKS = {
     "tie of two stages": case(
         lambda: tied(0, 2, 4), TWO_STAGES, pp2("1", "2", "3", schedule="interleaved-1f1b") | FSDP2
     ),
+    "other ties": case(other_tie_on_each_rank, OTHER_TIES, pp2("2"), DP2, FSDP2, TP2),
     "hooked tie": case(
         lambda: with_hook(tied(0, 3, 4), parameter="0.weight"), HOOKED_TIE, pp2("1"), pp2("1", "2", "3", schedule="zbv")
     ),
