@@ -82,7 +82,7 @@ class TracedPartition:
         except ConfigError:
             if not orders:
                 raise
-        merged = orders[0]
+        merged = [*orders[0]]
         position = 0
         for name in orders[-1]:
             if name not in merged:

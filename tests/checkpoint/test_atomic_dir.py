@@ -248,6 +248,13 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(world):
     each_raises(CheckpointError, {words: save_and_leave})
 
 
+def test_a_lock_may_be_opened_by_whoever_may_open_a_plain_file_there(tmp_path):
+    (tmp_path / "plain").touch()
+    with atomic_dir._locked(tmp_path / "checkpoint"):
+        modes = [path.stat().st_mode for path in tmp_path.iterdir()]
+    assert modes == [modes[0]] * 2
+
+
 def test_a_folder_that_cannot_be_written_to_is_an_error_before_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     with paramp.launch_from_torch({}):

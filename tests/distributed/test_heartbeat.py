@@ -426,6 +426,9 @@ def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
     else:
         with pytest.raises(RuntimeError, match=r"engine\.save: every rank has to call it, but rank 1 has left"):
             Departures("test of one that left", 0, 2).gather("save", "engine.save")
+        for text, notes in (("Connection closed", ["paramp: rank 1 has left"]), ("of another kind", None)):
+            Departures("test of one that left", 0, 2).explain(lost := RuntimeError(text))
+            assert getattr(lost, "__notes__", None) == notes
         error = pytest.raises(RuntimeError, match=r"but others have not in 0\.1 s")
         with mock.patch.object(first_failure, "LONGEST_WAIT", 0.1), error:
             Departures("test of one that never comes", 0, 2).gather("save", "engine.save")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import socket
 from collections import Counter
 from datetime import timedelta
 from unittest import mock
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 import paramp
 from paramp.base.errors import LaunchError
 from paramp.config.files import load
-from paramp.distributed import mpi_rendezvous, rendezvous
+from paramp.distributed import mpi_rendezvous, network_interfaces, rendezvous
 from paramp.distributed.agreed_arguments import agree, agree_on_config, shared_settings
 from paramp.distributed.launcher_variables import LauncherRank
 
@@ -97,6 +98,23 @@ class Broadcast:
     def bcast(self, value, root):
         self.sent = value if self.rank == root else self.sent
         return self.sent
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [(["127.0.1.1", "192.0.2.1", "192.0.2.2"], ["192.0.2.1", "192.0.2.2", "node"]), (None, ["192.0.2.1", "node"])],
+)
+def test_a_machine_is_reached_at_its_interfaces_and_at_what_its_name_resolves_to(monkeypatch, addresses, expected):
+    """But not at loopback. The name may not resolve."""
+    monkeypatch.setattr(network_interfaces, "_interfaces", lambda: [("lo", "127.0.0.1"), ("eth0", "192.0.2.1")])
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    found = {"side_effect": socket.gaierror} if addresses is None else {"return_value": map(target, addresses)}
+    with mock.patch.object(socket, "getaddrinfo", **found):
+        assert network_interfaces.own_hosts() == expected
+
+
+def target(address):
+    return socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)
 
 
 def test_ranks_of_mpirun_take_the_first_address_at_which_they_reach_rank_0(monkeypatch):

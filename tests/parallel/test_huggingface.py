@@ -20,6 +20,7 @@ import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
+from paramp.parallel.huggingface.encoder_decoder_partition import CalledUnitsPartition
 from paramp.parallel.huggingface.model_output import without_cache
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.huggingface.pretrained_weights import pretrained_filler
@@ -348,6 +349,15 @@ def test_values_of_all_units_are_an_error_in_a_pipeline(world):
                 engine(**batch, **{name: True})
         shown = engine(**batch, output_hidden_states=False).logits
         torch.testing.assert_close(shown, model.eval()(**batch).logits.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(PretrainedPartition, "Llama"), (CalledUnitsPartition, "T5")])
+def test_a_second_positional_input_is_an_error_in_a_pipeline(kind, name):
+    """It is the mask, which the later stages would be without."""
+    partition, x = kind(pretrained.build(name)), next(batches(1))[0]
+    first, _ = partition.stages(plan_stages(partition.units, 2))
+    with pytest.raises(paramp.ConfigError, match=rf"got 2 positional inputs for {name}For.*pass a mapping"):
+        first(x, torch.ones_like(x))
 
 
 def test_layers_keep_their_places():

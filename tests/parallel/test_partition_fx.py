@@ -224,6 +224,22 @@ def test_random_numbers_of_generators_that_the_model_or_a_file_holds(draw, sourc
         TracedPartition(Drawing(draw), 2, ["two"])
 
 
+class Extra(Two):
+    """Calls two more layers with its optional input."""
+
+    def __init__(self):
+        super().__init__()
+        self.three, self.four = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, extra=None):
+        return self.two(self.one(x) if extra is None else self.one(self.three(x)) + self.four(extra))
+
+
+def test_each_layer_that_the_forward_may_call_is_one_unit_in_the_order_of_the_calls():
+    for model, names in ((Two(), ["one", "two"]), (Extra(), ["three", "one", "four", "two"])):
+        assert TracedPartition(model, 2, None).units == [(name, model.get_submodule(name)) for name in names]
+
+
 def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):

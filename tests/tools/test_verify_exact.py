@@ -10,8 +10,9 @@ import pytest
 import torch
 from commands import ROOT, python
 from families import cases, family, rarely
-from pool import run_on_ranks
+from pool import on_ranks, run_on_ranks, shared_folder
 from small_engines import engine_of, train_step
+from small_mixture import PLAN, WIDTH, layers, tokens
 from verified import gpt, mixtures
 
 import paramp
@@ -273,6 +274,28 @@ def test_of_a_step_the_masters_are_recorded_beside_the_weights_that_are_rounded(
         torch.testing.assert_close(found["master", name].view_as(value), moved)
         assert torch.equal(found["weight", name], found["master", name].bfloat16())
         assert not torch.equal(found["weight", name].float(), found["master", name])
+
+
+@on_ranks(4)
+def test_of_sharded_experts_a_rank_records_only_its_shard_of_the_windows_gradient(world):
+    """The gradient of a microbatch is that of whole experts, which has no place in a shard."""
+    x, y, plain = tokens(), torch.zeros(16, WIDTH), layers()
+    torch.nn.functional.mse_loss(plain(x), y).backward()
+    written = trace.TraceWriter(path := shared_folder() / f"trace-{world.rank}")
+    parallel = {"expert": 2, "data": {"shard": 4}}
+    with paramp.launch_from_torch({"reproducible": True, "parallel": parallel}):
+        engine = engine_of(layers(), plan=PLAN)
+        with ExactRecorder(engine, [], written) as recorder:
+            recorder.begin(1, 0, 4)
+            engine.forward_backward(*(one.chunk(4)[world.rank] for one in (x, y)))
+            engine.step()
+    written.close()
+    found = [entry for entry in trace.read(path) if "experts" in entry.key.name]
+    assert {entry.key.kind for entry in found} == {"gradient"}
+    for entry in found:
+        whole = plain.get_parameter(entry.key.name).grad
+        at = tuple(slice(first, first + size) for first, size in zip(entry.offsets, entry.values.shape, strict=True))
+        torch.testing.assert_close(entry.values, whole[at])
 
 
 def test_the_first_difference_is_that_of_the_step_and_not_of_the_schedule():
