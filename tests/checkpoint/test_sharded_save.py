@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,10 +15,13 @@ from pool import on_ranks, shared_folder
 from reference import batches
 from small_engines import assert_same_tensors, each_raises, engine_of, gpt_engine, train_step
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 from paramp.base.errors import CheckpointError
 from paramp.checkpoint import sharded_save
+from paramp.checkpoint.async_save import Saver
+from paramp.checkpoint.chunks import whole_chunk
 from paramp.checkpoint.open_checkpoint import problems
 
 
@@ -60,6 +64,32 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         assert_same_tensors(other.full_state_dict(), expected)
         other.save(folder / "last", wait=False)
     assert problems(folder / "last") == []
+
+
+class AsOnAGPU(TorchDispatchMode):
+    """Copies that may be late are made when their stream is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self._due = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.copy_.default or args[2:] != (True,):
+            return function(*args, **(kwargs or {}))
+        self._due.append(args[:2])
+        return args[0].fill_(math.nan)
+
+    def synchronize(self):
+        for target, source in self._due:
+            target.copy_(source)
+
+
+def test_late_copies_to_the_host_have_been_made_when_they_are_written():
+    device, values = torch.device("cuda", 0), torch.arange(6.0)
+    with AsOnAGPU() as stream, mock.patch.object(torch.cuda, "current_stream", {device: stream}.get):
+        (staged,) = Saver(SimpleNamespace(device=device))._stage([whole_chunk("weight", values)])
+        written = staged.slices[0].values.tolist()
+    assert written == values.tolist()
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):

@@ -186,6 +186,17 @@ def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
         assert torch.equal(trainer.predict(x), model(x))
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, [0, 1, 2]), ({"test_interval": 2}, [0, 2])])
+def test_the_trainer_evaluates_after_each_epoch_or_every_few(options, expected):
+    hook, tested = hooks.BaseHook(priority=1), []
+    hook.before_test = lambda trainer: tested.append(trainer.cur_epoch)
+    with colossalai.launch_from_torch({}):
+        model, loader = classifier(), get_dataloader(samples(), batch_size=40)
+        engine, loader, _, _ = colossalai.initialize(model, sgd(model.parameters()), nn.CrossEntropyLoss(), loader)
+        Trainer(engine).fit(loader, epochs=3, test_dataloader=loader, hooks=[hook], **options)
+    assert tested == expected
+
+
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
 @on_ranks(2)
 def test_ranks_know_their_places(world, axis):

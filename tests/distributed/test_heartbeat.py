@@ -306,12 +306,14 @@ def test_only_ranks_in_a_batch_or_before_a_save_wait_for_each_other(start, phase
 
 def test_a_job_without_progress_is_reported_after_each_timeout(start):
     """Counted from the last beginning or end of a phase of any rank."""
-    ranks, reported = start(2), []
+    ranks, reported = start(3), []
     with ranks.all[0].span("data"):
         for _ in range(40):
             ranks.seconds(1)
             reported += [ranks.now] * (len(ranks.written) - len(reported))
         assert reported == [12.0, 23.0, 34.0]
+        places = "paramp:   in data, step 1: rank 0\nparamp:   in setup, step 1: ranks 1-2\n"
+        assert ranks.written == [f"paramp: no rank has made progress for 10 s\n{places}"] * 3
     ranks.seconds(5)
     with ranks.all[1].span("step"):
         ranks.seconds(12)

@@ -145,3 +145,4 @@ def test_ranks_of_mpirun_meet_at_localhost_if_all_are_on_one_machine(monkeypatch
     place, store = mpi_rendezvous.meet_by_mpi(LauncherRank("mpi", 0, 2, 0), None, None)
     assert world.bcast.call_args.args[0][0][:2] == ([host], store.port)
     assert (place.host, place.port) == (host, store.port)
+    assert store.port > 1023  # a free one, of those that are given to any user

@@ -1,5 +1,6 @@
 """Runs that end before their time, and go on."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -103,6 +104,18 @@ def test_the_best_checkpoint_is_kept(world):
             assert paramp.Checkpoints(folder).best() == folder / f"step-{best:08d}"
         with pytest.raises(paramp.ConfigError, match=r"keep_best: got 'lowest', expected \"min\", \"max\" or None"):
             paramp.Checkpoints(folder, keep_best="lowest")
+
+
+@pytest.mark.parametrize("wait", [{}, {"wait": True}], ids=str)
+def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait):
+    (tmp_path / "best.json.partial").mkdir()  # so that the best checkpoint cannot be recorded
+    with paramp.launch_from_torch({}):
+        engine, checkpoints = engine_of(nn.Linear(1, 1)), paramp.Checkpoints(tmp_path, keep_best="min")
+        failed = pytest.raises(paramp.CheckpointError, match="the checkpoint was written, but then: IsADirectoryError")
+        with failed if wait else contextlib.nullcontext():
+            checkpoints.save(engine, 1, metric=1.0, **wait)
+        with contextlib.nullcontext() if wait else failed:
+            engine.finish_saving()
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")

@@ -177,6 +177,7 @@ OF_RANKS = {
         {"precision": "bf16-naive"},
         {"precision": "16-true"},
     ),
+    "scripted without either": case(scripted, None, DP2),
     "DDP": case(ddp, r"^model: it is a DistributedDataParallel, .* remove DistributedDataParallel\(", DP2),
     "DDP compiled": case(lambda: torch.compile(ddp(), backend="eager"), "^model: it is a DistributedDataParallel", DP2),
     "FSDP1": case(fsdp, r"^model: it is a FullyShardedDataParallel, .*parallel\.data\.shard shards", DP2),
