@@ -46,6 +46,14 @@ def test_a_world_of_one_needs_no_launcher():
             paramp.get_context()
 
 
+def test_a_world_of_one_does_not_listen():
+    """So that the port may be another program's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with paramp.launch(None, 0, 1, "127.0.0.1", port) as context:
+            assert context.world_size == 1
+
+
 @pytest.mark.parametrize("config", [{}, {"precision": "16-mixed", "clip_grad_norm": 1.0}, {"reproducible": True}])
 def test_a_step_of_one_process_makes_no_collective(config):
     with paramp.launch_from_torch(config):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import paramp
 from paramp.base.errors import ConfigError
 from paramp.distributed.random_across_tensor_ranks import replicated_random, sharded_random
+from paramp.distributed.rng import derive_seed
 
 
 def dropped(x, rank=0, size=1, function=F.dropout, context=nullcontext, name=0, **options):
@@ -68,6 +69,17 @@ def test_masks_differ_between_samples_steps_calls_names_seeds_draws_and_slices_o
     outputs.append(dropped(x, 1, 2, context=sharded_random, sequence_parallel=True))
     masks = {tuple(sample.flatten().tolist()) for output in outputs for sample in output}
     assert len(masks) == 2 * len(outputs) == 16
+
+
+def test_a_mask_is_drawn_from_the_seed_of_its_place():
+    """A run that another version resumes goes on with its masks: forwards, draws and samples are counted from 0."""
+    model = nn.Sequential(Calls())
+    with mode_for(model=model, step=5, call=1, first_sample=2):
+        outputs = [model[0](F.dropout, torch.ones(2, 64)) for _ in range(3)]
+    for forward, output in enumerate(outputs):
+        for sample, values in enumerate(output, 2):
+            generator = torch.Generator().manual_seed(derive_seed(1, 5, 1, "0", forward, 0, sample))
+            assert torch.equal(values, 2.0 * (torch.rand(64, generator=generator) >= 0.5)), (forward, sample)
 
 
 @of_each_dtype

@@ -276,6 +276,20 @@ class Gated(SumOfShards):
         return self.down(hidden * gate.expand(*gate.shape[:-1], hidden.shape[-1]))
 
 
+class Conv1D(nn.Module):
+    """transformers' layer of GPT-2, whose weight is (inputs, outputs)."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.nf, self.weight, self.bias = outputs, nn.Parameter(torch.ones(inputs, outputs)), None
+
+
+class Fused(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.up = Conv1D(outputs, 16)
+
+
 class Strided(nn.Module):
     def forward(self, x):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -330,6 +344,11 @@ REFUSED = {
         1,
         {"build": lambda: SumOfShards(12), "plan": COLWISE},
         ["reproducible.slices: got 8, but 'up' has 12 outputs, expected a multiple of 8"],
+    ),
+    "fused size": (
+        1,
+        {"build": partial(Fused, 24), "plan": {"up": "packed_colwise_2"}},
+        ["reproducible.slices: got 8, but 'up' has 24 outputs, expected a multiple of 16"],
     ),
     "chunk": (
         1,

@@ -145,6 +145,7 @@ def test_bad_input_is_one_clear_message(arguments, variables, message, monkeypat
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # as if it was not installed
+    monkeypatch.setenv("PARAMP_LAUNCH_TIMEOUT", "5")  # what is not refused fails, instead of waiting for other ranks
     monkeypatch.setattr(local_launcher, "SECONDS_FOR_RANK_0", 0.01)
     code, errors = train_here(*arguments.split())
     assert code == 2
