@@ -135,6 +135,7 @@ def _apex_scaling(
     """The loss scaling, of which a dynamic scale is limited to ``smallest`` to ``largest``."""
     scale = properties.loss_scale
     if isinstance(scale, str):
+        # Apex begins at the ceiling if that is below the usual initial scale.
         first = 2.0**16 if largest is None else min(2.0**16, convert(largest, float, "max_loss_scale"))
         least = convert(smallest, float | None, "min_loss_scale")
         return replace(row, init_scale=first, min_scale=least, max_scale=largest)

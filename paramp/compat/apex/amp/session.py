@@ -31,9 +31,6 @@ class LossScaler(DistributedGradScaler):
     """The scale of one loss, which changes if ``dynamic``, and the overflow flag of its last backwards."""
 
     def __init__(self, loss_id: int, scaling: LossScaling, *, dynamic: bool) -> None:
-        # Apex begins at the ceiling if that is below the usual initial scale.
-        first = min(scaling.init_scale, scaling.max_scale or scaling.init_scale)
-        scaling = replace(scaling, init_scale=first)
         if not dynamic:
             scaling = replace(scaling, growth_interval=NEVER, hysteresis=NEVER)
         # On the CPU: the only value from the device is the flag, which the host has to read in any case.
