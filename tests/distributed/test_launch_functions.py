@@ -18,7 +18,7 @@ from pool import on_ranks
 from small_engines import each_raises, engine_of, train_step
 
 import paramp
-from paramp.distributed import launch_from_torch_mpi_slurm, launcher_variables
+from paramp.distributed import launch_from_torch_mpi_slurm, launcher_variables, rendezvous
 from paramp.distributed.rendezvous import free_port
 
 
@@ -114,6 +114,11 @@ def test_free_ports_are_free_and_no_connection_takes_them():
         assert not first <= port <= last or first < 5000  # where the range leaves room outside
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+
+
+def test_the_port_behind_the_range_of_connections_is_a_free_one(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_ports_of_connections", lambda: (4096, 65534))
+    assert free_port() == 65535  # the only one that is left
 
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu[003-005,9],login1"}

@@ -253,6 +253,11 @@ def test_one_process_is_torchs_own_clipping():
             torch.testing.assert_close(a.grad, b.grad)
 
 
+@on_ranks(1)
+def test_a_plain_gradient_needs_no_context_in_a_world_of_one_rank(world):
+    assert clip_grad_norm_([with_gradient(torch.tensor([3.0, 4.0]))], 1.0).item() == pytest.approx(5.0)
+
+
 def test_arguments_and_gradients_that_torch_takes():
     """Numbers as strings, and a gradient whose elements share memory."""
     weight = torch.nn.Parameter(torch.zeros(4))
