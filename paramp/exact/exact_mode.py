@@ -160,7 +160,6 @@ class ExactNumerics(Numerics):
             for name, module in stage.named_modules():
                 if not isinstance(module, PassThrough):
                     stages_of[names.setdefault(module, name)].add(index)
-                    stages_of[name].add(index)
         masks = Masks(
             self._forwards,
             divided={name for name, found in stages_of.items() if len(found) > 1},

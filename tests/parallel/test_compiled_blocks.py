@@ -209,6 +209,19 @@ def test_a_block_that_came_with_a_hook_runs_eagerly_until_it_is_removed():
         assert (len(seen), counts.calls) == (2, NUM_BLOCKS)
 
 
+@on_ranks(2)
+def test_a_hook_in_a_sharded_block_is_named_and_one_of_the_block_itself_runs_around_what_is_compiled(world):
+    model, seen, counts = small_gpt(num_layers=NUM_BLOCKS), [], counting("eager")
+    for name in ("blocks.0.mlp", "blocks.1"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    message = r"^compile: 'blocks\.0' runs eagerly while 'mlp', a MLP, in it has hooks"
+    with launch(COUNTED | {"parallel": {"data": {"shard": 2}}}):
+        with pytest.warns(UserWarning, match=message) if world.rank == 0 else nullcontext():
+            engine = gpt_engine(model)
+        engine.forward_backward(*batch())
+    assert (seen, counts.calls) == (["blocks.0.mlp", "blocks.1"], 1)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
