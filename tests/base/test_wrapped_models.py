@@ -10,6 +10,8 @@ from small_engines import assert_same_tensors, engine_of
 from small_mlp import Block
 from torch import nn
 
+from paramp.base.wrapped_models import without_compilation
+
 
 def build():
     torch.manual_seed(0)
@@ -109,3 +111,13 @@ def test_parts_that_are_disabled_stay_so_and_the_configuration_wins(change, comp
     assert [*dict(engine.module.named_parameters())] == [*dict(build().named_parameters())]
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert (sum("linear" in target for target in targets) if graphs else None) == products
+
+
+@pytest.mark.parametrize("given", [{}, {"dynamic": False}, {"dynamic": True, "fullgraph": True}])
+def test_the_options_of_a_compiled_model_are_those_that_it_was_given(given):
+    in_place = build()
+    in_place.compile(backend=counting, **given)
+    for compiled in (torch.compile(build(), backend=counting, **given), in_place):
+        _, options = without_compilation(compiled)
+        del options["backend"]  # torch's, around this one
+        assert options == {"dynamic": None, "fullgraph": False} | given
