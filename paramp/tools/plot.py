@@ -82,7 +82,7 @@ def draw(runs: Sequence[LoggedRun]) -> Any:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(runs) == 1:
-        figure.suptitle(runs[0].name, fontsize=12)
+        figure.suptitle(runs[0].name)
     else:
         handles, names = grid[0, 0].get_legend_handles_labels()
         of_runs = [(handle, name) for handle, name in zip(handles, names, strict=True) if handle.get_gid() == RUN]

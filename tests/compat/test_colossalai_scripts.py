@@ -177,9 +177,11 @@ def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
         model = classifier()
         loader = get_dataloader(samples(), batch_size=BATCH)
         engine, loader, _, _ = colossalai.initialize(model, sgd(model.parameters()), nn.CrossEntropyLoss(), loader)
-        trainer = Trainer(engine)
+        trainer = Trainer(engine, logger=get_dist_logger())
         written = hooks.TensorboardHook(log_dir=str(tmp_path), ranks=[0])
-        trainer.fit(loader, epochs=3, max_steps=7, hooks=[hooks.LossHook(), written])
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            trainer.fit(loader, epochs=3, max_steps=7, hooks=[hooks.LossHook(), written])
+        assert "training ends after max_steps = 7 batches" in printed.getvalue()
         assert list((tmp_path / "rank_0").glob("events.*"))
         assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (7, 2, 7)
         x, _ = in_batches(BATCH)[0]

@@ -28,6 +28,7 @@ def data(line):
 
 def test_the_four_panels_show_the_numbers(tmp_path):
     figure = draw([read_run(folder_of(tmp_path / "run"))])
+    assert figure.get_suptitle() == "run"
     loss, scale, norm, speed, waiting = figure.axes
     training, validation = loss.lines
     assert data(training)[0] == [1, 2, 3]
