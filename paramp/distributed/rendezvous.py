@@ -50,9 +50,10 @@ def join_store(host: str, port: int) -> TCPStore:
     """Connect to the store that listens at ``host:port``. Raises LaunchError if it does not answer in time."""
     try:
         socket.getaddrinfo(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part between two dots is empty or too long
+        reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            f"launch: {socket.gethostname()} cannot resolve the host {host!r} ({error.strerror}); "
+            f"launch: {socket.gethostname()} cannot resolve the host {host!r} ({reason}); "
             "pass the name or address at which all machines reach rank 0's"
         ) from None
     timeout = launch_timeout()

@@ -56,6 +56,13 @@ def test_the_rank_that_is_lost_before_an_agreement_is_named(rank):
         agree(store, "config", "", rank, 3, "".join)
 
 
+@pytest.mark.parametrize("host", ["no such host", "rank..0"])
+def test_a_host_that_has_no_address_is_named(monkeypatch, host):
+    monkeypatch.setenv("PARAMP_LAUNCH_TIMEOUT", "0.05")
+    with pytest.raises(LaunchError, match=f"cannot resolve the host '{host}'"):
+        rendezvous.join_store(host, 29500)
+
+
 @pytest.mark.parametrize(
     "left", [{}, {"paramp/0/call": "old", "old/token/1": "of a process that ended", "old/1": "1", "old/go": "1"}]
 )

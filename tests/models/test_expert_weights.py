@@ -72,3 +72,14 @@ def check_folder(world, name, layout):
 @pytest.mark.parametrize(("name", "layout"), cases("expert folders", CELLS, [("Mixtral", "ep2")], 2))
 def test_ranks_read_their_experts_only_and_write_all(name, layout):
     run_on_ranks(LAYOUTS[layout][0], __name__, "check_folder", {"name": name, "layout": layout})
+
+
+def test_of_a_stack_the_experts_that_are_kept_are_read(tmp_path, monkeypatch):
+    source = build("Mixtral", num_experts=NUM_EXPERTS)
+    source.save_pretrained(tmp_path)
+    files, counts = PretrainedFiles(on_meta(source, tmp_path)), counting_reads(monkeypatch)
+    name, value = next((key, value) for key, value in source.state_dict().items() if key.endswith("gate_up_proj"))
+    for kept in ([10], [2, 10], range(NUM_EXPERTS)):
+        counts.clear()
+        assert torch.equal(files(name, kept)[list(kept)], value[list(kept)])
+        assert dict(counts) == dict.fromkeys(kept, value[0].nbytes)

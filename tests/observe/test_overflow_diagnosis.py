@@ -397,6 +397,25 @@ def test_the_rerun_draws_the_same_random_numbers():
     assert set(found) == {"1"}
 
 
+class Dropped(nn.Linear):
+    """Fails where dropout leaves none of four numbers, once in 16 samples."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if F.dropout(torch.ones_like(x), 0.5).count_nonzero() else NAN)
+
+
+def test_the_rerun_of_each_call_draws_its_masks_in_the_exact_mode():
+    config = {"reproducible": {"chunk": 1, "slices": 1}, "gradient_accumulation": 2, "max_skipped_in_a_row": None}
+    with paramp.launch_from_torch(config):
+        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Dropped(4, 4))), set()
+        for _ in range(40):
+            train_step(engine, torch.ones(2, 4))
+            if train_step(engine, torch.ones(2, 4)).overflow:
+                origin = engine.diagnose_overflow().origin
+                found.add((origin.module, origin.call))
+    assert found == {("1", 0), ("1", 1)}
+
+
 # ------------------------------------------------------------------------------------------------------------ stopping
 
 

@@ -1,6 +1,7 @@
 """Stages in a schedule: their shapes are found without a trace, what they send, what fails."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.pipelining import stage as torchs_stage
 from traceable import awkward_model
 
 import paramp
+from paramp.pipeline.torch_stage import LinkedStage
 
 
 def chain(*widths):
@@ -151,6 +153,15 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
             message = rf"stage {stage} of 2 fails on a microbatch of inputs\[0\] \(2, 4\): {error}"
             with pytest.raises(paramp.ConfigError, match=message):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
+
+
+def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():
+    linked, model = LinkedStage(SimpleNamespace(device=torch.device("cpu")), pytest.fail), nn.Linear(4, 4)
+    linked.output = {"logits": model(torch.ones(2, 4)), "labels": torch.zeros(2)}
+    loss = linked.no_loss(torch.zeros(1))
+    loss.backward()
+    assert loss == 0.0
+    assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
 class WithLoss(nn.Module):
