@@ -132,23 +132,26 @@ class LikeCuda:
 
     def _scaled_dot_product_flash_attention(self, q, k, v, dropout, causal, debug, scale):
         assert q.dtype in HALVES
+        assert (dropout, debug) == (0, False)
         assert q.shape[-1] % 8 == 0
         out, lse = self.forward(q, k, v, None, causal, scale)
         return out.to(q.dtype), lse, None
 
     def _scaled_dot_product_flash_attention_backward(self, *args, scale):
-        gradient, q, k, v, out, lse, _, _, longest_q, longest_k, _, causal, _, _ = args
-        assert (longest_q, longest_k, lse.is_contiguous()) == (q.shape[2], k.shape[2], True)
+        gradient, q, k, v, out, lse, _, _, longest_q, longest_k, dropout, causal, _, _ = args
+        assert (longest_q, longest_k, dropout, lse.is_contiguous()) == (q.shape[2], k.shape[2], 0, True)
         return self.backward(gradient, q, k, v, None, out, lse, causal, scale)
 
     def _scaled_dot_product_efficient_attention(self, q, k, v, bias, with_lse, dropout, causal, scale):
         self.check(q, k, bias)
+        assert (with_lse, dropout) == (True, 0)
         out, lse = self.forward(q, k, v, bias, causal, scale)
         return out.to(q.dtype), torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), None, None
 
     def _scaled_dot_product_efficient_attention_backward(self, *args, scale):
-        gradient, q, k, v, bias, out, lse, _, _, _, _, causal = args
+        gradient, q, k, v, bias, out, lse, _, _, dropout, _, causal = args
         self.check(q, k, bias)
+        assert dropout == 0
         assert lse.shape[-1] % 32 == 0
         return *self.backward(gradient, q, k, v, bias, out, lse[..., : q.shape[2]].contiguous(), causal, scale), None
 
