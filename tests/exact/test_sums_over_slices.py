@@ -3,7 +3,11 @@
 import pytest
 import torch
 from beside_plain import randn
+from pool import on_ranks
+from reference import batches, small_gpt
+from small_engines import assert_same_tensors, engine_of, train_step
 
+import paramp
 from paramp.exact.sums_over_slices import add_bias, fan_out, join, split, sum_slices
 
 
@@ -50,3 +54,17 @@ def test_a_bias_gets_the_sum_over_slices_of_the_sequence():
     a, b, c, d = (weights[:, start : start + 2].reshape(-1, 3).sum(0) for start in (0, 2, 4, 6))
     assert torch.equal(bias.grad, (a + b) + (c + d))
     assert torch.equal(total.grad, weights)
+
+
+@on_ranks(2)
+def test_norms_have_the_same_bits_whether_ranks_have_slices_of_the_sequence_or_all_of_it(world):
+    tensor, found = {"tensor": 2}, []
+    for parallel in (tensor, tensor | {"sequence_parallel": True}):
+        with paramp.launch_from_torch({"reproducible": {"chunk": 1, "slices": 4}, "parallel": parallel}):
+            model = small_gpt(num_layers=1)
+            engine = engine_of(model, model.loss)
+            assert train_step(engine, *next(batches(1, 2))).stepped
+            state = engine.full_state_dict()
+            found.append({name: value for name, value in state.items() if "norm" in name})
+    assert len(found[0]) > 2
+    assert_same_tensors(*found)
