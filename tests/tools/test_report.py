@@ -185,6 +185,10 @@ def test_a_traced_step_has_a_row_for_each_rank_and_stage(tmp_path):
     assert panel.figure.yaxis[0].major_label_overrides == {0: "rank 0 · stage 0", 1: "rank 1 · stage 1"}
     assert panel.note.startswith("1f1b; bubble 25.0% measured")
     assert [one.label for one in panel.legend] == ["forward", "step"]
+    split = [*TRACE, SPAN | {"cat": "backward weight"}, SPAN | {"cat": "backward input"}]
+    (tmp_path / "traces" / "step-2.json").write_text(json.dumps({"traceEvents": split}))
+    (panel,) = timeline_panels(read_run(tmp_path))
+    assert [one.label for one in panel.legend] == ["forward", "backward input", "backward weight", "step"]
     (tmp_path / "traces" / "step-2.json").write_text("[")
     assert timeline_panels(read_run(tmp_path)) == []
 

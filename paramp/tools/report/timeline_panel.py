@@ -76,8 +76,7 @@ def timeline_panel(folder: Path, event: Record) -> Panel | None:
         place: f"rank {rank}" + (f" · stage {stage}" if stage >= 0 else "") for (rank, stage), place in lanes.items()
     }
     plot.x_range.range_padding = 0.01
-    present = [kind for kind in KINDS if kind in data["kind"]]
-    legend = [Legend(kind, KINDS[kind], "square") for kind in present if kind != "backward input" or len(present) > 4]
+    legend = [Legend(kind, colour, "square") for kind, colour in KINDS.items() if kind in data["kind"]]
     return Panel(f"Step {event['step']:,} over ranks and stages", plot, legend, _note(event, names, lanes))
 
 
