@@ -16,6 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import paramp
+from paramp.base.dtensor import full_tensor
 from paramp.compat.colossalai.amp import AMP_TYPE
 
 LAYOUTS = {
@@ -121,6 +122,20 @@ def test_accumulated_windows_are_one_large_batch(world, layout, counts):
         assert_trained(engine.full_state_dict(), reference.state_dict(), steep_gpt().state_dict(), atol=2e-6)
         x, y = next(batches(1, seed=9))
         assert engine.evaluate(*own_part(context, x, y)).item() == pytest.approx(loss_of(x, y).item(), abs=1e-5)
+
+
+@on_ranks(4)
+def test_after_a_step_each_gradient_is_that_of_the_whole_batch(world):
+    """Also that of a norm, of which a rank had the part of its own tokens and samples."""
+    (x, y), plain = next(batches(1)), small_gpt(num_layers=1)
+    plain.loss(plain(x), y).backward()
+    with paramp.launch_from_torch({"parallel": LAYOUTS["dp2-tp2"] | {"sequence_parallel": True}}) as context:
+        engine = gpt_engine(num_layers=1)
+        engine.forward_backward(*own_part(context, x, y))
+        assert engine.step().stepped
+        for name, parameter in engine.named_parameters():
+            expected = plain.get_parameter(name).grad
+            torch.testing.assert_close(full_tensor(parameter.grad), expected, rtol=1e-4, atol=1e-6)
 
 
 COLLECTIVES = {

@@ -258,17 +258,18 @@ def test_a_later_batch_of_another_kind_is_tried_too(world, kind):
             train(later)
 
 
+@pytest.mark.parametrize(("name", "parallel"), [("Llama", {"data": {"shard": 2}}), ("Qwen3 MoE", {"expert": 2})])
 @on_ranks(4)
-def test_data_ranks_whose_weights_are_sharded_try_a_kind_of_batch_together(world):
+def test_data_ranks_that_meet_in_a_forward_try_a_kind_of_batch_together(world, name, parallel):
     """When the samples of only one of them have padding, or a mask at all."""
-    plain, padded = next(batches("Llama", "plain")), next(batches("Llama", "padded"))
+    plain, padded = next(batches(name, "plain")), next(batches(name, "padded"))
     masked = {**plain, "attention_mask": torch.ones_like(padded["attention_mask"])}
     found = []
     for batch in (plain, masked, padded):
-        model = build("Llama")
+        model = build(name)
         found += [model(**batch).loss.item()]
-    with paramp.launch_from_torch({"parallel": {"context": 2, "data": {"shard": 2}}}) as context:
-        engine, losses = engine_of(build("Llama"), None), []
+    with paramp.launch_from_torch({"parallel": {"context": 2, **parallel}}) as context:
+        engine, losses = engine_of(build(name), None), []
         for batch in (plain, masked, padded):
             own = {name: value.chunk(2)[context.dp.rank] for name, value in batch.items()}
             if batch is masked and context.dp.rank == 0:
