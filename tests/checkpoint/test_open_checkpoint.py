@@ -87,7 +87,7 @@ def test_more_files_than_a_process_may_open(tmp_path):
         try:
             with ExitStack() as stack:
                 for _ in range(soft // 4 + 1):  # each has four files open
-                    stack.enter_context(OpenCheckpoint(tmp_path / "saved"))
+                    assert not stack.enter_context(OpenCheckpoint(tmp_path / "saved")).damage
             assert value_at(tmp_path / "saved") == 1.0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

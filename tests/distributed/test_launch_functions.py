@@ -186,6 +186,8 @@ def test_a_process_group_that_does_not_fit(world):
     with environment():
         with pytest.raises(paramp.ConfigError, match="does not divide the world of 2 ranks"):
             launch({"parallel": {"tensor": 4}})
+        with pytest.raises(paramp.ConfigError, match="seed: rank 0 has 1, but rank 1 has 2"):
+            launch(seed=1 + world.rank)
         calls = {
             r"backend: got 'nccl', but torch\.distributed is initialised with 'cpu:g": {"backend": "nccl"},
             "backend: got 'cpu:mpi,cuda:nccl', but": {"backend": "cpu:mpi,cuda:nccl"},

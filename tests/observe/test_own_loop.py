@@ -396,7 +396,7 @@ def test_an_overflow_in_the_sum_over_ranks_or_batches_is_named(world):
 def test_a_mistake_on_one_rank_raises_on_every_rank(world):
     model, (batch, other), first = plain_model(), batches(), world.rank == 0
     check, count, beat, loss = paramp.check_replicas, paramp.gradient_histogram, paramp.start_heartbeat, loss_of(model)
-    scaler = paramp.DistributedGradScaler()
+    sgd, scaler = torch.optim.SGD(model.parameters(), lr=1.0), paramp.DistributedGradScaler()
 
     def trace(loss=loss, batches=(batch,), scale=1.0):
         return paramp.trace_overflow(model, loss, batches, scale=scale)
@@ -421,6 +421,7 @@ def test_a_mistake_on_one_rank_raises_on_every_rank(world):
                 "batches: got none": lambda: trace(batches=[]),
                 "optimizer: got .*expected a torch.optim": lambda: check(model, "sgd"),
                 "scaler: got .*expected a paramp.Dist": lambda: check(model, None, torch.amp.GradScaler("cpu")),
+                "optimizer: rank 0 has False, but rank 1 has True": lambda: check(model, None if first else sgd),
                 "scaler: rank 0 has False, but rank 1 has True": lambda: check(model, None, None if first else scaler),
                 "timeout: got -1": lambda: beat(-1),
                 "timeout: rank 0 has '5.0', but rank 1 has '6.0'": lambda: beat(5.0 + world.rank),

@@ -71,6 +71,9 @@ def test_a_causal_mask_gives_each_rank_the_same_work_and_needs_no_tensor():
         work.append(sum(pairs(tile) for tiles in steps for tile in tiles))
         (everything,) = [rule.tiles(layout.segments(rank), ((0, 64),), 4, True)]
         assert sum(map(pairs, everything)) == work[-1]
+        own = layout.segments(rank)
+        wide = VisibleKeys(True, own[-1][1] - own[0][0], None)  # its window hides nothing of these tokens
+        assert wide.tiles(own, own, 4, True) == steps[rank]
     assert sum(work) == 64 * 65 / 2
     assert max(work) - min(work) <= 0
 

@@ -110,6 +110,29 @@ def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
             model(tokens + 1)
 
 
+class Cut(torch.autograd.Function):
+    """A copy, which passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@on_ranks(2)
+def test_weights_behind_a_function_that_passes_no_gradient_on_have_none(world):
+    """As torch's have, and no zeros, with which an optimizer would decay them."""
+    plain, x = nn.Linear(4, 8), torch.ones(3, 4)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        model = sharded(context, nn.ModuleDict({"up": copy.deepcopy(plain)}), {"up": "colwise"})["up"]
+        for layer in (plain, model):
+            Cut.apply(layer(x)).sum().backward()
+            assert [parameter.grad for parameter in layer.parameters()] == [None, None]
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return F.softmax(super().forward(x), dim=-1)
