@@ -419,6 +419,19 @@ def test_the_engine_reports_its_phases(tmp_path):
             assert [one.args[0] for one in span.call_args_list][: len(kinds)] == kinds
 
 
+def test_only_the_first_second_batch_without_a_step_waits_for_the_other_ranks():
+    x = torch.ones(2, 2)
+    with paramp.launch_from_torch({"gradient_accumulation": 2}) as context:
+        context.heartbeat = alone()
+        engine = engine_of(torch.nn.Linear(2, 2))
+        with mock.patch.object(context.departures, "gather") as gather:
+            counts = []
+            for _ in range(3):
+                engine.forward_backward(x, x)
+                counts.append(gather.call_count)
+        assert counts == [0, 1, 1]
+
+
 @on_ranks(2)
 def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
     if world.rank == 1:

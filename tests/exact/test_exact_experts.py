@@ -9,8 +9,8 @@ from exact_training import EXPERT_LAYOUTS, Part, assert_same_bits, reference, tr
 from families import SEED, WHOLE, cases, family, number
 from mixtures import FAMILIES
 from pool import on_ranks
-from small_engines import engine_of
-from small_mixture import NUM_EXPERTS, PLAN, WIDTH, layers, tokens
+from small_engines import engine_of, own_part
+from small_mixture import NUM_EXPERTS, PLAN, WIDTH, StackedExperts, layers, tokens
 from torch import nn
 
 import paramp
@@ -100,6 +100,27 @@ def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():
     with paramp.launch_from_torch({"reproducible": True}):
         engine = engine_of(with_choice_of_none(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
         engine.forward_backward(x, y)
+        engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach() - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(4)
+def test_data_ranks_that_shard_an_odd_number_of_experts_train_as_plain_torch_does(world):
+    """Each has a part of the three experts, along their dim 1."""
+
+    def with_six_experts():
+        model = layers()
+        for layer in model:
+            layer.router, layer.experts = nn.Linear(WIDTH, 6, bias=False), StackedExperts(6)
+        return model
+
+    x, y, plain = tokens(), torch.zeros(16, WIDTH), with_six_experts()
+    nn.functional.mse_loss(plain(x), y).backward()
+    with paramp.launch_from_torch({"reproducible": True, "parallel": {"data": {"shard": 4}, "expert": 2}}) as context:
+        engine = engine_of(with_six_experts(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
+        engine.forward_backward(*own_part(context, x, y))
         engine.step()
         found = engine.full_state_dict()
     for name, parameter in plain.named_parameters():

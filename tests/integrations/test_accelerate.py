@@ -427,6 +427,19 @@ def test_two_optimizers_share_one_scale():
         torch.testing.assert_close(two.weight.grad, 0.5 * ONES)
 
 
+def test_an_optimizer_that_steps_after_three_backwards_has_the_sum_of_them():
+    """The scale has grown before the third, as another one has stepped after each."""
+    with two_of_one_scale() as (accelerator, one, two, first, second):
+        before = two.weight.detach().clone()
+        for _ in range(3):
+            accelerator.backward((one(ONES) + two(ONES)).sum())
+            first.step()
+            first.zero_grad()
+        second.step()
+        assert (first.step_was_skipped, second.step_was_skipped) == (False, False)
+        torch.testing.assert_close(two.weight.detach(), before - 3)
+
+
 @arguments("free", ["free_memory", "clear"])
 def test_freed_optimizers_are_released_and_the_scale_stays(free):
     with alone() as (accelerator, model, optimizer):
