@@ -146,22 +146,35 @@ def ran(number):
 def insert(package: Path, mutants: Sequence[Mutant], folder: Path) -> None:
     """Change ``package`` so that it writes into the new ``folder``, by process, which of ``mutants`` a test meets.
 
-    A mutant outside functions, whose statement runs when its module is imported, is met by each function of the module.
+    A mutant outside functions, whose statement runs when its module is imported, is met by each function of the module;
+    if that has none, by each of the modules that import it.
     """
     folder.mkdir()
-    (package / "ran.py").write_text(RAN.format(folder=folder))
-    for module in {mutant.module for mutant in mutants}:
-        tree = ast.parse((package / module).read_bytes())
-        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTION)]
-        numbers = [number for number, mutant in enumerate(mutants) if mutant.module == module]
-        for number, place in [(number, _place(functions, mutants[number].line)) for number in numbers]:
-            for body, statement in [place] if place else [(node.body, node.body[0]) for node in functions]:
-                call = ast.Expr(ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(number)], []))
-                body.insert(body.index(statement) + _is_docstring(statement), call)
+    trees = {path: ast.parse(path.read_bytes()) for path in package.rglob("*.py")}
+    functions = {path: [node for node in ast.walk(tree) if isinstance(node, FUNCTION)] for path, tree in trees.items()}
+    changed = set()
+    paths = [package / mutant.module for mutant in mutants]
+    places = [_place(functions[path], mutant.line) for path, mutant in zip(paths, mutants, strict=True)]
+    for number, (path, place) in enumerate(zip(paths, places, strict=True)):
+        met_in = [path] if functions[path] else [one for one, tree in trees.items() if _imports(tree, path.stem)]
+        starts = [(node.body, node.body[0]) for one in met_in for node in functions[one]]
+        for body, statement in [place] if place else starts:
+            call = ast.Expr(ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(number)], []))
+            body.insert(body.index(statement) + _is_docstring(statement), call)
+        changed |= {*met_in}
+    for path in changed:
+        tree = trees[path]
         is_future = [isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body]
         first = len(is_future) - is_future[::-1].index(True) if any(is_future) else _is_docstring(tree.body[0])
         tree.body.insert(first, ast.ImportFrom("paramp.ran", [ast.alias("ran", "__ran__")], 0))
-        (package / module).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+        path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+    (package / "ran.py").write_text(RAN.format(folder=folder))
+
+
+def _imports(tree: ast.AST, name: str) -> bool:
+    """Whether ``tree`` imports a module ``name``, or of one."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return any(name in {(node.module or "").rpartition(".")[2], *(one.name for one in node.names)} for node in found)
 
 
 def _place(functions: Sequence[ast.AST], line: int) -> tuple[list[ast.stmt], ast.stmt] | None:
