@@ -2,8 +2,13 @@
 
 import itertools
 
+import pytest
 import torch
+from pool import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
+from paramp.base.errors import CheckpointError
 from paramp.checkpoint.chunks import chunk_of, flat_slices
 
 
@@ -41,3 +46,10 @@ def test_a_dim_that_was_split_in_two_is_one_again():
         for column, value in enumerate(values)
     }
     assert held == {divmod(index, 4): float(index) for index in range(3, 18)}
+
+
+@on_ranks(2)
+def test_terms_of_a_sum_are_not_saved(world):
+    terms = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Partial()])
+    with pytest.raises(CheckpointError, match=r"weight: its placements are \(Partial\(sum\),\), but a partial sum"):
+        chunk_of("weight", terms, terms.to_local())

@@ -708,6 +708,19 @@ def test_positions_that_are_counted_over_ranks_are_right(world):
         torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
 
 
+@on_ranks(2)
+def test_positions_are_on_the_device_that_is_asked_for(world):
+    devices = []
+
+    def positions(length):
+        devices.append(paramp.token_positions(length, "meta").device.type)
+        return paramp.token_positions(length)
+
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine_of(Counted(positions))(torch.randint(0, 100, (2, LENGTH)))
+    assert {*devices} == {"meta"}
+
+
 class Hidden(nn.Module):
     """Tokens with embedded positions, layers, and what is behind a gate."""
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from traceable import Nested, UNet
 
 import paramp
@@ -269,6 +269,16 @@ def test_layers_whose_weights_are_computed_cannot_be_sharded(kind, what):
     if not kind.startswith("old"):
         parametrize.remove_parametrizations(model[0], "weight")
         check_divisible(model, resolve_plan({"0": "colwise"}, ["0"]), 2)
+
+
+@pytest.mark.parametrize("pruned", ["weight", "bias"])
+def test_pruned_layers_cannot_be_sharded_until_their_masks_are_applied(pruned):
+    model, found = layers(1), resolve_plan({"0": "colwise"}, ["0"])
+    prune.l1_unstructured(model[0], pruned, 0.5)
+    with pytest.raises(paramp.ConfigError, match=f"'0' computes its {pruned} .* by the hook L1Unstructured, expected"):
+        check_divisible(model, found, 2)
+    prune.remove(model[0], pruned)
+    check_divisible(model, found, 2)
 
 
 ZBV = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}

@@ -225,6 +225,12 @@ def test_batches_that_ask_for_it_alone_and_models_on_meta_in_pipelines_are_error
         engine = engine_of(build("Mixtral"), None)
         with pytest.raises(paramp.ConfigError, match="in the model's configuration before initialize"):
             engine.forward_backward(part_of(context, output_router_logits=True))
+        own = part_of(context, output_router_logits=True)
+        expected = build("Mixtral")(**own).aux_loss.item()  # where no gradient is trained, it is the model's own
+        for trains in (True, False):
+            engine.train(trains)
+            with torch.set_grad_enabled(not trains):
+                assert engine(own).aux_loss.item() == pytest.approx(expected, rel=1e-6)
     with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
         engine = engine_of(build("Mixtral"), None)
         with pytest.raises(paramp.ConfigError, match="asks for it before initialize"):
