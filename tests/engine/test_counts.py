@@ -13,7 +13,7 @@ from counting import Collectives
 from families import rarely
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import assert_trained
-from small_engines import engine_of, own_part, sgd, train_step
+from small_engines import assert_same_tensors, engine_of, own_part, sgd, train_step
 from torch import nn
 
 import paramp
@@ -251,6 +251,21 @@ BY_HAND = [
 def test_the_unit_by_hand(windows):
     found = units(windows, gradient_accumulation=len(next(iter(windows))))
     assert [unit for unit, _ in found] == pytest.approx([*windows.values()], rel=1e-4, nan_ok=True)
+
+
+@on_ranks(2)
+def test_where_every_layout_has_the_same_bits_the_first_sample_alone_chooses_the_unit(world):
+    """Sums over the mean count would round fp16 gradients of its own weights to multiples of 2**-24."""
+    (x, y), found = samples([1.0, 2.0**12]), []
+    x[0, 2:] = x[1, :2] = 0.0  # each sample has weights of its own
+    precision = {"mode": "16-mixed", "init_scale": 1.0}
+    for parallel in ({"tensor": 2}, {"data": 2}):
+        config = {"parallel": parallel, "precision": precision, "reproducible": {"chunk": 1, "slices": 2}}
+        with paramp.launch_from_torch(config) as context:
+            engine = engine_of(two_layers(), Weighted(), functools.partial(torch.optim.SGD, lr=16.0), plan=PLAN)
+            assert run_window(context, engine, x, y).stepped
+            found.append(engine.full_state_dict())
+    assert_same_tensors(*found)
 
 
 @on_ranks(2)

@@ -322,6 +322,16 @@ def test_what_depends_on_the_layout_is_refused_between_sharded_layers(name):
             torch.testing.assert_close(function(x), expected)
 
 
+def test_a_module_that_runs_in_the_backward_only_is_not_between_sharded_layers():
+    """As a hook of a gradient may call it, whatever the forward ended with."""
+    model, x = nn.Sequential(Calls()), torch.ones(2, 3, 4).requires_grad_()
+    x.register_hook(lambda gradient: model[0](F.normalize, gradient, 2.0, 2))
+    output = x.sum()
+    with mode_for(0, 2, model, fused=1):
+        output.backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 3, 4), 0.5))
+
+
 ATTENTION = nn.MultiheadAttention(8, 2)
 RANDOM = by_name(torch.rand_like, torch.bernoulli, torch.Tensor.uniform_, nn.init.normal_) | {
     "rand": lambda x: torch.rand(3),
