@@ -330,7 +330,7 @@ def test_what_is_returned_has_the_structure_of_what_was_given():
     loss = one(ONES).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss
-    assert (one.weight.dtype, amp.state_dict()) == (FP32, {})
+    assert (one.weight.dtype, amp.state_dict(), amp._amp_state.opt_properties) == (FP32, {}, None)
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1}})
 
 

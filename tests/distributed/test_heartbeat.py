@@ -352,6 +352,20 @@ def test_a_silent_store_is_named_with_its_host(start, case):
     assert ranks.now == seconds + 12.0  # a second until it first looks, however many answers there were before
 
 
+def test_a_store_that_answers_is_never_called_silent(start):
+    ranks = start(2)
+    waits = iter(range(30))
+
+    class Clock:
+        def wait(self, _):
+            ranks.seconds(1)
+            return next(waits, None) is None
+
+    ranks.all[1]._stopped = Clock()
+    ranks.all[1]._watch_store()
+    assert (ranks.now, ranks.written) == (31.0, [])
+
+
 def test_beats_go_over_a_connection_of_their_own():
     """A rank whose program waits for the store, over the launch's connection, beats."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -295,6 +295,22 @@ class Choosing(nn.Module):
         return self.counts.balance(self.counts(probabilities.topk(2).indices), probabilities)
 
 
+def test_a_repeated_forward_whose_balance_is_of_its_counts_alone_has_these_again():
+    """As with ``reproducible``. Its two batches choose differently: counts so far would give other gradients."""
+    torch.manual_seed(2)
+    model, batches = Choosing(), torch.randn(2, 5, 4)
+
+    def gradients(balance):
+        model.zero_grad()
+        for x in batches:
+            balance(x).backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    expected = gradients(model.balance)  # without an engine
+    model.counts.join(None, apart=True)
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=0)
+
+
 def test_a_repeated_forward_that_was_not_counted_is_an_error():
     x = torch.randn(5, 4, requires_grad=True)
     with paramp.launch_from_torch():

@@ -240,6 +240,14 @@ def test_each_layer_that_the_forward_may_call_is_one_unit_in_the_order_of_the_ca
         assert TracedPartition(model, 2, None).units == [(name, model.get_submodule(name)) for name in names]
 
 
+@pytest.mark.parametrize(("stages", "names"), [(2, ["inside", "last"]), (3, ["inside.0", "inside.1", "last"])])
+def test_a_module_of_less_than_half_a_stage_is_opened_only_if_there_are_too_few(stages, names):
+    """``last`` has 64 of 80 parameters, so that two stages are not equal: to open ``inside`` changes nothing."""
+    model = Outer(nn.Sequential(nn.Linear(8, 1, bias=False), nn.Linear(1, 8, bias=False)))
+    model.last = nn.Linear(8, 8, bias=False)
+    assert [name for name, _ in TracedPartition(model, stages, None).units] == names
+
+
 def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):

@@ -25,7 +25,7 @@ from paramp import ConfigError, Precision
 from paramp.tools.cli import main
 from paramp.tools.verify import options
 from paramp.tools.verify.activation_recorder import RankRecord
-from paramp.tools.verify.compare import compare, distance, joined, rounding
+from paramp.tools.verify.compare import compare, distance, joined, layout_name, rounding
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.two_runs import replay, train
 from paramp.tools.verify.user_code import load_attribute
@@ -64,6 +64,12 @@ ACCEPTED = [
     ("pp2·dp2", "32-true"),
     ("replicate2·fsdp2", "16-naive"),
 ]
+
+
+def test_a_layout_is_named_by_its_axes_of_several_ranks():
+    for name, layout in {"1": {}, **LAYOUTS}.items():
+        config = configure(replace(BLOCKS, settings={"parallel": layout}), "sharded")
+        assert layout_name(config.parallel) == name
 
 
 @pytest.mark.parametrize(("layout", "precision"), rarely(ACCEPTED, ACCEPTED[0]))
