@@ -143,7 +143,7 @@ def _draw_loss(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 def _draw_scale(axes: Any, runs: Sequence[LoggedRun]) -> None:
     _log_scale(axes, runs, "loss_scale", 2)
-    mark: dict[str, Any] = {"linestyle": "none", "marker": "x", "markersize": 6, "markeredgewidth": 1.5}
+    mark: dict[str, Any] = {"linestyle": "none", "marker": "x", "markeredgewidth": 1.5}
     num_skipped = 0
     for index, run in enumerate(runs):
         steps, scales = run.series("loss_scale")

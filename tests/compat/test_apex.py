@@ -324,6 +324,7 @@ def test_what_is_returned_has_the_structure_of_what_was_given():
     for models, optimizers in ((one, sgd(one)), ([one, two], sgd(one)), (one, [sgd(one)]), ([one], [sgd(one)])):
         assert prepare(models, optimizers, opt_level="O0") == (models, optimizers)
     assert prepare([one, two], opt_level="O0") == [one, two]
+    assert amp._amp_state.opt_properties.cast_model_type is FP32
 
     optimizer = sgd(one)
     assert prepare(one, optimizer, enabled=False, opt_level="O2") == (one, optimizer)  # all is as without amp

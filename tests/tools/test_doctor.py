@@ -159,6 +159,15 @@ def test_native_modes_follow_from_the_gpus_capability_and_packages(bare, monkeyp
     assert (found["device"], found["backends"]["chosen"]) == ("cuda", "nccl")
 
 
+def test_a_gpu_compiles_with_triton_only(bare, monkeypatch):
+    gpu(monkeypatch, 9, 0)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert doctor.examine()["compile"] == {"runs": False, "why": "no package triton is installed"}
+    monkeypatch.delitem(sys.modules, "triton")
+    put(bare / "triton" / "__init__.py", "raise AssertionError('imported')\n")
+    assert doctor.examine()["compile"] == {"runs": True, "why": None}
+
+
 def test_the_unrelated_apex_package_is_named(bare, monkeypatch):
     monkeypatch.delitem(sys.modules, "apex")
     put(bare / "apex" / "__init__.py", "raise AssertionError('imported')\n")

@@ -21,6 +21,7 @@ from paramp.exact.verify_bits import tensor_trace as trace
 from paramp.exact.verify_bits.bits_report import ExactReport
 from paramp.exact.verify_bits.compare_bits import compare_exactly, different
 from paramp.exact.verify_bits.exact_recorder import ExactRecorder
+from paramp.exact.verify_bits.exact_run import train_exactly
 from paramp.exact.verify_bits.tensor_trace import Entry, Key
 from paramp.tools.cli import main
 from paramp.tools.verify import two_runs
@@ -217,6 +218,20 @@ def test_only_exact_is_reproducible_and_accumulates():
         ):
             found = configure(Options(model="a:b", settings=given, exact=exact), run_)
             assert (found.reproducible, found.gradient_accumulation) == expected
+
+
+def test_a_batch_runs_only_in_its_step_if_sequences_are_whole(tmp_path, monkeypatch):
+    """One of cut sequences has a trial before."""
+    options, calls = Options(model="verified:blocks", batches="verified:batches", exact=True, steps=2), []
+
+    def criterion(output, target):
+        calls.append(len(output))
+        return torch.nn.functional.mse_loss(output, target)
+
+    monkeypatch.setattr(two_runs, "choose_criterion", lambda *_: criterion)
+    with paramp.launch_from_torch(configure(options, "single"), device="cpu") as context:
+        train_exactly(options, context, 4, tmp_path / "trace")
+    assert calls == [1] * 8 * 2  # samples, steps
 
 
 def test_dropout_is_on_only_in_exact():
