@@ -23,12 +23,15 @@ def bits(value):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint after two steps in 16-naive, and the model's weights then."""
+    """A checkpoint after a skipped step and two others in 16-naive, and the model's weights then."""
     path = tmp_path_factory.mktemp("exchange") / "checkpoint"
     with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 64.0}}):
         engine = gpt_engine()
-        for batch in batches(2):
-            train_step(engine, *batch)
+        for batch in batches(3):
+            engine.forward_backward(*batch)
+            if not engine.num_skipped:
+                next(engine.module.parameters()).grad.fill_(torch.inf)
+            engine.step()
         engine.save(path)
         return path, engine.full_state_dict()
 
@@ -112,7 +115,7 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     assert main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
     assert "complete" in out.splitlines()[0]
-    assert "saved after 2 steps, 0 skipped; pp 1, dp 1, tp 1" in out
+    assert "saved after 2 steps, 1 skipped; pp 1, dp 1, tp 1" in out
     assert "precision 16-naive; AdamW" in out
     assert "evil.pkl is not one of them, and is not read" in out
     assert re.search(r"model\.embedding\.tokens\.weight +float32 +\(128, 32\)", out)
@@ -123,7 +126,7 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     assert main(["inspect", str(path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["damage"] == [f"{str(file)!r} is damaged: its checksum differs from the manifest's"]
-    assert found["values"]["counts"][:2] == [2, 0]
+    assert found["values"]["counts"][:2] == [2, 1]
     unfinished = tmp_path / "copy.partial-0123abcd"
     unfinished.mkdir()
     shutil.copytree(saved[0], tmp_path / "step-00000002")
@@ -132,7 +135,7 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     title, head, *lines = capsys.readouterr().out.splitlines()
     assert title == f"{tmp_path}: 3 checkpoints"
     assert head.split() == ["checkpoint", "steps", "skipped", "layout", "size", "saved"]
-    row = r" +2 +0 +pp 1, dp 1, tp 1, stages 1, zero 0 +\d\.\d MB  20.{17}  "
+    row = r" +2 +1 +pp 1, dp 1, tp 1, stages 1, zero 0 +\d\.\d MB  20.{17}  "
     assert re.fullmatch(f"  copy{row}incomplete: .*checksum differs.*", lines[0])
     assert re.fullmatch(r"  copy\.partial-0123abcd +incomplete: .* is unfinished: saving it was interrupted", lines[1])
     assert re.fullmatch(f"  step-00000002{row}complete", lines[2])
@@ -141,7 +144,7 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     shutil.rmtree(path)
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (listed["steps"], listed["layout"]["tp"], listed["damage"]) == (2, 1, [])
+    assert (listed["steps"], listed["skipped"], listed["layout"]["tp"], listed["damage"]) == (2, 1, 1, [])
     path = tmp_path / "step-00000002"
     (path / "manifest.json").unlink()
     assert main(["inspect", str(path)]) == 1

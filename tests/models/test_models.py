@@ -14,7 +14,7 @@ from small_engines import engine_of
 
 import paramp
 from paramp.base.errors import ConfigError
-from paramp.models import GPT, ResNet, ResNetConfig, ViT, ViTConfig, resnet34
+from paramp.models import GPT, MoEGPT, ResNet, ResNetConfig, ViT, ViTConfig, resnet34
 
 
 def size_of(build):
@@ -26,6 +26,12 @@ def test_sizes_are_the_published_ones():
     assert size_of(lambda: resnet34(num_classes=1000)) == 21_797_672
     assert size_of(lambda: ResNet.preset("resnet18")) == 11_689_512
     assert size_of(lambda: ViT.preset("vit-b16")) == 86_567_656
+
+
+def test_the_small_mixture_has_eight_experts_as_wide_as_its_blocks():
+    width, experts = 128, 8 * 3 * 128**2
+    block = 4 * (width**2 + width) + 4 * width + 8 * width + experts
+    assert size_of(lambda: MoEGPT.preset("tiny-moe")) == 2 * 256 * width + 4 * block + 2 * width
 
 
 def unsettle(model):

@@ -163,6 +163,27 @@ def test_infinities_of_masks_are_ignored(precision, end):
     assert ("without loss scaling" in first) is bool(end)
 
 
+class Holes(nn.Module):
+    """It leaves out what is not finite, but only behind its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return torch.where(x.isfinite(), x * self.weight, 0.0)
+
+
+def test_a_batch_with_holes_that_spoil_the_gradient_of_the_module_it_enters_is_named():
+    x = torch.tensor([[1.0, INF, 1.0, 1.0]])
+    with paramp.launch_from_torch({"precision": "32-true"}):
+        engine = engine_of(Holes())
+        assert engine.forward_backward(x, torch.zeros(1, 4)).isfinite()
+        assert engine.step().overflow
+        origin = engine.diagnose_overflow().origin
+    assert (origin.module, origin.during) == ("the batch", "forward")
+
+
 def test_overflows_outside_of_modules_are_named():
     spoilt = {"criterion": 0.0}
     good, bad, large = torch.ones(2, 4), torch.full((2, 4), NAN), torch.full((2, 4), 1e5)

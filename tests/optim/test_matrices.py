@@ -9,7 +9,7 @@ import torch
 from beside_plain import randn, train_both
 from counting import Collectives
 from families import cases, family
-from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random
+from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random, Slow
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained, batches, local, small_gpt
 from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, sgd, train_step
@@ -301,6 +301,7 @@ def test_others_and_what_cannot_be_tried_get_whole_matrices(all_are_tried):
     assert needs_whole_matrices(muon, CPU)
     assert not copies_weights(muon, CPU)
     assert needs_whole_matrices(Named(two_layers(), names=["0.weight", "1.weight"]), CPU)
+    assert needs_whole_matrices(Slow(two_layers().parameters()), CPU)
 
 
 class Partly(Lamb):

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import stage as torchs_stage
 from traceable import awkward_model
 
 import paramp
-from paramp.pipeline.torch_stage import LinkedStage
+from paramp.pipeline.torch_stage import LinkedStage, RecordedStage
 
 
 def chain(*widths):
@@ -162,6 +162,17 @@ def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():
     loss.backward()
     assert loss == 0.0
     assert not any(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_backward_that_has_lost_its_connection_ends_the_schedule():
+    """Any other failure is kept, and the schedule continues: no rank would answer to what it sends."""
+
+    def cut(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    stage = SimpleNamespace(_run_backward=cut, linked=SimpleNamespace(failed=lambda error: None))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        RecordedStage.backward_maybe_with_nosync(stage, "full", {})
 
 
 class WithLoss(nn.Module):

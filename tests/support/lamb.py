@@ -32,6 +32,13 @@ class Lamb(torch.optim.Optimizer):
         return parameter.norm() / update.norm()
 
 
+class Slow(Lamb):
+    """Its updates are small beside the weights."""
+
+    def ratio(self, parameter, update):
+        return 1e-5 * super().ratio(parameter, update)
+
+
 class Elementwise(Lamb):
     """The same without the norms."""
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from pages import read
 
 import paramp
 from paramp.config.layout_of_run_command import VARIABLE, load_in_layout
+from paramp.distributed import local_launcher
 from paramp.tools import cli
 from paramp.tools.run_script import split_arguments
 
@@ -99,6 +101,14 @@ def test_an_interrupt_ends_all_ranks(script):
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=60)  # the pipe closes when the last rank has ended
         assert process.returncode == 128 + signal.SIGINT
+
+
+def test_ranks_that_are_to_end_are_asked_at_once_and_killed_after_the_time_to_stop(monkeypatch):
+    done = []
+    rank = SimpleNamespace(poll=lambda: None, send_signal=done.append, wait=done.append)
+    monkeypatch.setattr(local_launcher.time, "monotonic", lambda: 0.0)
+    local_launcher._end([rank], to_stop=30.0)
+    assert done == [0.0, signal.SIGTERM, 30.0, signal.SIGKILL, 5.0]
 
 
 @pytest.mark.parametrize(
