@@ -76,7 +76,6 @@ def draw(runs: Sequence[LoggedRun]) -> Any:
     for axes, (title, draw_panel) in zip(grid.flat, panels.items(), strict=True):
         _frame(axes, title)
         axes.grid(color="0.9", linewidth=0.8)
-        axes.set_axisbelow(True)
         draw_panel(axes, runs)
     for axes in grid[1]:
         axes.set_xlabel("step")

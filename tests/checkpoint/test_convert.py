@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from reference import batches
-from small_engines import assert_same_tensors, gpt_engine, train_step
+from small_engines import assert_same_tensors, gpt_engine
 
 import paramp
 from paramp.base.errors import CheckpointError

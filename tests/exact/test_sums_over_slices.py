@@ -1,11 +1,14 @@
 """Slices of layers: how they are cut, joined and added up. ``system/test_reproducible`` trains models of them."""
 
+from functools import partial
+
 import pytest
 import torch
-from beside_plain import randn
+from beside_plain import randn, seeded
 from pool import on_ranks
 from reference import batches, small_gpt
 from small_engines import assert_same_tensors, engine_of, train_step
+from torch import nn
 
 import paramp
 from paramp.exact.sums_over_slices import add_bias, fan_out, join, split, sum_slices
@@ -68,3 +71,29 @@ def test_norms_have_the_same_bits_whether_ranks_have_slices_of_the_sequence_or_a
             found.append({name: value for name, value in state.items() if "norm" in name})
     assert len(found[0]) > 2
     assert_same_tensors(*found)
+
+
+class Two(nn.Module):
+    """Two layers, of which a batch may leave out the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        return self.second(self.first(x) if both else x)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_a_window_has_the_gradients_of_the_call_that_gave_any(order):
+    x, y, plain = randn(4, 4), randn(4, 4, seed=1), seeded(Two)
+    for both in order:
+        (nn.functional.mse_loss(plain(x, both), y) / 2).backward()
+    with paramp.launch_from_torch({"reproducible": True, "gradient_accumulation": 2, "clip_grad_norm": None}):
+        engine = engine_of(seeded(Two), optimizer=partial(torch.optim.SGD, lr=1.0))
+        for both in order:
+            engine.forward_backward((x, both), y)
+            engine.step()
+        found = engine.full_state_dict()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(parameter.detach() - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
