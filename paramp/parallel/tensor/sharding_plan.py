@@ -99,7 +99,8 @@ def _check_plain_parameters(name: str, layer: nn.Module, style: ParallelStyle) -
                 kinds = ", ".join(type(step).__name__.lstrip("_") for step in steps)
                 remedy = f"torch.nn.utils.parametrize.remove_parametrizations(layer, {tensor!r})"
                 raise ConfigError(_computed(full, tensor, f"the parametrization {kinds}", remedy))
-        pruned = next((own.removesuffix("_orig") for own in child._parameters if own.endswith("_orig")), None)
+        parts = (own.rpartition("_") for own in child._parameters)
+        pruned = next((tensor for tensor, _, end in parts if end == "orig"), None)
         for hook in child._forward_pre_hooks.values():
             tensor = getattr(hook, "name", pruned)
             if isinstance(tensor, str) and tensor not in child._parameters and hasattr(child, tensor):
