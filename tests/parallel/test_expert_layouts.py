@@ -107,17 +107,22 @@ def stacks_of(engine):
     return [value for key, value in engine.module.named_parameters() if key.endswith("experts.down_proj")]
 
 
+def check_gradients(engine, context, name, grads, norm):
+    """Make a step of SGD with :data:`LARGE_LR`, whose gradients are ``grads``, of the norm ``norm``."""
+    (tokens,) = own_part(context, batch(8))
+    engine.forward_backward({"input_ids": tokens, "labels": tokens})
+    assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
+    before, after = initial(name), engine.full_state_dict()
+    found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
+    assert (error := worst_error(found, grads))[0] <= 1e-5, error
+
+
 def check_cell(name, layout, kind, parallel):
-    grads, norm = of_rank_0(reference, name)
+    of_one_process = of_rank_0(reference, name)
     expected, in_fp32 = of_rank_0(trained, name, kind), of_rank_0(trained, name, kind, torch.float32)
     with paramp.launch_from_torch({"parallel": parallel}) as context:
         engine = engine_for(name, layout, functools.partial(torch.optim.SGD, lr=LARGE_LR))
-        (tokens,) = own_part(context, batch(8))
-        engine.forward_backward({"input_ids": tokens, "labels": tokens})
-        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
-        before, after = initial(name), engine.full_state_dict()
-        found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
-        assert (error := worst_error(found, grads))[0] <= 1e-5, error
+        check_gradients(engine, context, name, *of_one_process)
         is_sharded = isinstance(parallel.get("data"), dict)
         shards = parallel["data"]["shard"] * parallel.get("context", 1) if is_sharded else parallel["expert"]
         shards *= parallel.get("tensor", 1)
@@ -167,16 +172,11 @@ def test_those_of_eight_ranks_are_too(world, name, layout, kind):
 
 @on_ranks(4)
 def test_without_a_plan_tensor_ranks_compute_whole_experts_of_gpt_oss(world):
-    grads, norm = of_rank_0(reference, "GPT-OSS")
+    of_one_process = of_rank_0(reference, "GPT-OSS")
     with paramp.launch_from_torch({"parallel": LAYOUTS["ep2·tp2"]}) as context:
         engine = engine_of(build("GPT-OSS", num_experts=4), None, functools.partial(torch.optim.SGD, lr=LARGE_LR))
         assert all(local(value).numel() * 2 == value.numel() for value in stacks_of(engine))
-        (tokens,) = own_part(context, batch(8))
-        engine.forward_backward({"input_ids": tokens, "labels": tokens})
-        assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
-        before, after = initial("GPT-OSS"), engine.full_state_dict()
-        found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
-        assert (error := worst_error(found, grads))[0] <= 1e-5, error
+        check_gradients(engine, context, "GPT-OSS", *of_one_process)
         assert not engine.check_replicas()
 
 

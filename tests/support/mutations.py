@@ -161,7 +161,7 @@ def insert(package: Path, mutants: Sequence[Mutant], folder: Path) -> None:
         for body, statement in [place] if place else starts:
             call = ast.Expr(ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(number)], []))
             body.insert(body.index(statement) + _is_docstring(statement), call)
-        changed |= {*met_in}
+        changed.update(met_in)
     for path in changed:
         tree = trees[path]
         is_future = [isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body]
