@@ -48,7 +48,7 @@ FACTOR, LEAST_SECONDS = 3, 40
 LONG = 20.0
 """Tests that take longer, in seconds, run after all others."""
 FIRST, MOST = 8.0, 600.0
-"""The seconds of tests in the first run of pytest for a mutant, and in both."""
+"""The seconds of tests in the first run of pytest for a mutant, and in both unless ``--most`` says otherwise."""
 TIMED_OUT = re.compile("from pytest-timeout|did not answer within")
 """What a test says that a limit of its own has ended."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.*)$", re.MULTILINE)
@@ -197,8 +197,9 @@ def test_files(under: Sequence[str]) -> list[str]:
 class Results:
     """What became of each mutant: ``killed``, ``lived``, ``timed out`` or ``not covered``."""
 
-    def __init__(self, met: Met) -> None:
-        self._met, self._path, self._lock = met, KEPT / "results.json", threading.Lock()
+    def __init__(self, met: Met, most: float = MOST) -> None:
+        self._met, self._most = met, most
+        self._path, self._lock = KEPT / "results.json", threading.Lock()
         self._kept = _read(self._path)
 
     def _hash(self, mutant: Mutant, killer: str) -> str:
@@ -210,7 +211,7 @@ class Results:
     def _tests(self, mutant: Mutant) -> list[Timed]:
         """What is run for ``mutant``: the first of what meets it, as long as may be."""
         tests = self._met.tests(mutant)
-        return tests[: _first(tests, MOST)]
+        return tests[: _first(tests, self._most)]
 
     def how(self, mutant: Mutant) -> str:
         """What became of ``mutant``, or "" if that is not known."""
@@ -280,6 +281,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", default="1", help="by which they are drawn")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of those that are drawn")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of tests: no others are run")
+    parser.add_argument("--most", type=float, default=MOST, help="how many seconds of tests are run for each")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     given = parser.parse_args(words)
     mutants = mutations.drawn(given.num, given.seed, given.only)
@@ -289,7 +291,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(met.record(Tree(Path(folder) / "tree", sys.executable)), flush=True)
     if not met.is_known:
         return 1
-    results = Results(met)
+    results = Results(met, given.most)
     run_all(results, [mutant for mutant in mutants if not results.how(mutant)], given.jobs)
     argued = {one["mutant"] for one in tomllib.loads(ARGUED.read_text()).get("equivalent", [])}
     how = {mutant: results.how(mutant) for mutant in mutants}
