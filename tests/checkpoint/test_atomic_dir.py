@@ -84,6 +84,25 @@ def test_two_hundred_damages_are_found_by_name_and_the_checkpoint_before_is_used
             file.write_bytes(whole)
 
 
+@on_ranks(2)
+def test_a_bit_in_any_file_of_any_rank_is_found_before_a_load(world):
+    """Each rank compares a part of the files."""
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        path, engine = shared_folder() / "saved", filled_engine(1.0)
+        engine.save(path)
+        for name in ("checkpoint.json", "rank-00000.safetensors", "rank-00001.safetensors"):
+            whole = (path / name).read_bytes()
+            everywhere(None)
+            if world.rank == 0:
+                (path / name).write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+            everywhere(None)
+            each_raises(CheckpointError, {f"{name}' is damaged: its checksum differs": lambda: engine.load(path)})
+            if world.rank == 0:
+                (path / name).write_bytes(whole)
+            everywhere(None)
+        engine.load(path)
+
+
 def test_a_damaged_checkpoint_is_not_loaded(folder):
     for path in folder.iterdir():
         file = path / "rank-00000.safetensors"

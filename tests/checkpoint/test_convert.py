@@ -92,14 +92,20 @@ def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
     # with every name of a tied weight, as other programs write them
     safetensors.torch.save_file({name: value.clone() for name, value in weights.items()}, file)
     assert main(["import", str(file), "--to", str(path)]) == 0
-    with paramp.launch_from_torch({"precision": "bf16-mixed"}):
-        engine = gpt_engine(seed=1)
+    with paramp.launch_from_torch({"precision": {"mode": "16-mixed", "init_scale": 64.0}}):
+        engine, tracked = gpt_engine(seed=1), torch.optim.SGD([torch.ones(1)], lr=0.5)
+        engine.track("thing", tracked)
         engine.forward_backward(*next(batches(1)))
         assert engine.step().stepped
         before, random = copy.deepcopy(engine.optimizer.state_dict()["state"]), torch.get_rng_state()
+        groups, scaler = copy.deepcopy(engine.optimizer.state_dict()["param_groups"]), engine.scaler.state_dict()
+        assert scaler["_growth_tracker"] == 1
         engine.load(path)
         assert_same_tensors(engine.full_state_dict(), weights)
-        assert engine.num_steps == 1
+        assert (engine.num_steps, engine.num_skipped) == (1, 0)
+        assert engine.scaler.state_dict() == scaler
+        assert engine.optimizer.state_dict()["param_groups"] == groups
+        assert tracked.param_groups[0]["lr"] == 0.5
         after = engine.optimizer.state_dict()["state"]
         assert before.keys() == after.keys() != set()
         for index, state in before.items():

@@ -12,6 +12,7 @@ from small_engines import assert_same_checkpoints, assert_same_tensors, engine_o
 from torch import nn
 
 import paramp
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
@@ -142,3 +143,9 @@ def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, precision, t
         engine.load(own)
         engine.save(tmp_path / "one")
     assert_same_checkpoints(tmp_path / "one", own)
+    with OpenCheckpoint(own) as checkpoint:
+        dtypes = {name: tensor.dtype for name, tensor in checkpoint.header.tensors.items()}
+    weights = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {dtypes[f"model.{name}"] for name in ("table.weight", "blocks.0.three.bias")} == {weights}
+    assert dtypes["model.blocks.0.frozen.weight"] is (torch.float16 if precision == "16-naive" else weights)
+    assert {dtype for name, dtype in dtypes.items() if name.startswith("ema.")} == {torch.float32}

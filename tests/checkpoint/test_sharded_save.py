@@ -23,6 +23,7 @@ from paramp.checkpoint import sharded_save
 from paramp.checkpoint.async_save import Saver
 from paramp.checkpoint.chunks import whole_chunk
 from paramp.checkpoint.open_checkpoint import problems
+from paramp.checkpoint.safetensors_io import TensorFile
 
 
 def engine_with(seed=0, make=torch.optim.AdamW, size=6, model=None):
@@ -237,6 +238,9 @@ def test_elements_that_several_ranks_hold_are_written_once(world):
             stored = header["tensors"][name]
             written = sum(math.prod(sizes) for _, sizes, *_ in stored["chunks"])
             assert written == math.prod(stored["shape"]), (parallel, name)
+        in_files = [shape for file in path.glob("*.safetensors") for _, shape in TensorFile(file).shapes.values()]
+        in_header = [sizes for stored in header["tensors"].values() for _, sizes, *_ in stored["chunks"]]
+        assert sum(map(math.prod, in_files)) == sum(map(math.prod, in_header)), parallel
 
 
 # ----------------------------------------------------------------------------------------------- what is refused

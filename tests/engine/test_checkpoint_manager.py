@@ -38,14 +38,14 @@ def losses(folder, name="metrics.jsonl"):
 @on_ranks(2)
 def test_every_rank_learns_that_one_was_asked_to_stop(world):
     with paramp.launch_from_torch({}) as context:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number, asked in itertools.product((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), range(2)):
             before = signal.getsignal(number)
             with paramp.StopRequest() as stop:
                 assert not stop.agreed(context)
-                if context.rank == 1:
+                if context.rank == asked:
                     os.kill(os.getpid(), number)
                 assert stop.agreed(context)
-                assert stop.received == (number if context.rank == 1 else None)
+                assert stop.received == (number if context.rank == asked else None)
             assert signal.getsignal(number) is before
 
 
@@ -179,15 +179,17 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
 
 
 def test_the_script_keeps_the_checkpoint_with_the_lowest_loss(tmp_path):
-    """The loss rises again, because the learning rate is far too high."""
-    folder, log = tmp_path / "checkpoints", tmp_path / "log"
-    options = ["--steps", "8", "--lr", "1.0", "--checkpoint-dir", str(folder), "--log-dir", str(log)]
-    keep = ["--set", "train.checkpoint_keep_best=true", "--set", "train.checkpoint_keep_last=1"]
-    succeeded(python(*SCRIPT, *options, *keep, "--set", "train.eval_every=1"))
+    """The loss rises again, because the learning rate is far too high. One of each six steps is kept, too."""
+    folder, log, loss = tmp_path / "checkpoints", tmp_path / "log", ["--lr", "1.0", "--set", "train.eval_every=1"]
+    options = ["--steps", "8", "--checkpoint-dir", str(folder), "--checkpoint-every", "3", "--log-dir", str(log)]
+    keep = [f"checkpoint_{one}" for one in ("keep_best=true", "keep_last=1", "keep_every=6")]
+    succeeded(python(*SCRIPT, *loss, *options, *(word for one in keep for word in ("--set", f"train.{one}"))))
     best = min(records(log), key=lambda record: record["val_loss"])
-    assert best["step"] < 7
-    name = f"step-{best['step']:08d}"
-    assert sorted(path.name for path in folder.iterdir()) == ["best.json", name, "step-00000008"]
+    assert best["step"] < 6
+    name, sixth = f"step-{best['step']:08d}", folder / "step-00000006"
+    assert sorted(path.name for path in folder.iterdir()) == ["best.json", name, sixth.name, "step-00000008"]
+    again = succeeded(python(*SCRIPT, *loss, "--steps", "8", "--resume", str(sixth)))
+    assert f"resumed from {sixth}, after step 6" in again.stdout
     expected = {"step": best["step"], "metric": best["val_loss"], "checkpoint": name}
     assert json.loads((folder / "best.json").read_text()) == expected
 

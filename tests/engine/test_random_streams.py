@@ -68,13 +68,13 @@ def draw(engine, steps):
     return found
 
 
-def run_and_save(world, layout, path, load=None, wait=True):
+def run_and_save(world, layout, path, load=None, wait=True, config_seed=0):
     """This rank's place, what it draws in three steps, and what its own streams draw before the load.
 
     It saves to ``path``, before the three steps and again after them. ``load`` is the path of a checkpoint that it
     begins with, after a step, in a process with other streams.
     """
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
+    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "seed": config_seed}) as context:
         engine = engine_of(nn.Sequential(*(Draws() for _ in range(4))), plan={})
         start = 10 if load is None else 90
         seed(start + world.rank)
@@ -150,6 +150,8 @@ def test_the_streams_in_another_layout(tmp_path, before, after):
         assert resumed == again[rank][1]
         assert not [stream for stream in ("torch", "stages") if later[rank][1][0][stream] == resumed[0][stream]]
     numbers = {steps[0]["torch"] for _, steps, _ in ranks}
+    seeded = {steps[0]["torch"] for _, steps, _ in on(after, "run_and_save", path=other, load=path, config_seed=1)}
+    assert numbers == seeded if same else numbers.isdisjoint(seeded)
     if same:
         assert numbers == {steps[0]["torch"] for _, steps, _ in saved}
     else:  # the same on every rank, so that shuffled loaders agree
