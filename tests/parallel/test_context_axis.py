@@ -1,5 +1,6 @@
 """Sequences cut over the context axis: losses and norms of training against one process in fp64; what is refused."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -441,15 +442,21 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
 
 @on_ranks(4)
 def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(world):
+    """In training; the trial of the first batch, of that part and of whole sequences, is without gradients."""
     model, seen, tokens = nn.Sequential(nn.Embedding(16, 8)), [], torch.arange(16).expand(2, 16)
-    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
+
+    def see(module, inputs):
+        seen.append((inputs[0].tolist(), module.training, torch.is_grad_enabled()))
+
+    model[0].register_forward_pre_hook(see)
     with paramp.launch_from_torch({"parallel": {"context": 4}}):
         engine = engine_of(model)
-        engine(tokens)  # the first batch is tried on whole sequences too
-        seen.clear()
-        engine(tokens)
+        for _ in range(2):
+            engine(tokens)
     first, last = [(0, 7), (1, 6), (2, 5), (3, 4)][world.rank]
-    assert seen == [[[2 * first, 2 * first + 1, 2 * last, 2 * last + 1]] * 2]
+    part = [[2 * first, 2 * first + 1, 2 * last, 2 * last + 1]] * 2
+    batch = (part, True, True)
+    assert seen == [(part, False, False), (tokens.tolist(), False, False), batch, batch]
 
 
 @on_ranks(4)
@@ -626,7 +633,8 @@ REFUSED_BATCHES = {
     "masked": (Masked, mean, "other masks are not cut"),
     "mean of its own": (lambda: Headed(lambda x: {"loss": x.square().mean()}), None, "expected \\(sum, count\\)"),
     "far shift": (lambda: Shifted(20), summed_loss, "mixes tokens other than by attention"),
-    "ends of parts": (lambda: Shifted(1, 0.005), summed_loss, "mixes tokens other than by attention"),
+    "ends of parts": (lambda: Shifted(1, 0.005), summed_loss, "the first 256 tokens .* mixes tokens other than"),
+    "farther apart than 256": (lambda: Shifted(256), summed_loss, None),
     "length": (lambda: Counted(paramp.token_positions), summed_loss, "expected a multiple of 4"),
 }
 
@@ -637,10 +645,28 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
     make, criterion, text = REFUSED_BATCHES[case]
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         engine = engine_of(make(), criterion)
-        length = {"length": 30, "far shift": 64, "ends of parts": 512}.get(case, LENGTH)
+        length = {"length": 30, "far shift": 64, "ends of parts": 512, "farther apart than 256": 512}.get(case, LENGTH)
         tokens = torch.randint(0, 100, (2, length))
-        with pytest.raises((paramp.ConfigError, ValueError), match=text):
+        with pytest.raises((paramp.ConfigError, ValueError), match=text) if text else contextlib.nullcontext():
             engine.forward_backward(tokens, None if criterion is None else tokens)
+
+
+class Later(nn.Linear):
+    """Adds the token before."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+@on_ranks(4)
+def test_each_stage_is_tried(world):
+    tokens = torch.arange(LENGTH).repeat(4, 1)
+    with paramp.launch_from_torch({"parallel": {"context": 2, "pipeline": 2}}):
+        for layers in ((nn.Linear, Later), (Later, nn.Linear)):
+            engine = engine_of(nn.Sequential(nn.Embedding(100, 8), *(kind(8, 8) for kind in layers)), mean)
+            with pytest.raises(paramp.ConfigError, match="mixes tokens other than by attention"):
+                engine.forward_backward(tokens, tokens)
 
 
 @on_ranks(2)
@@ -689,13 +715,18 @@ def test_documents_may_be_given_as_to_flash_attention(world):
             engine.forward_backward({**batch, **flash, "cu_seq_lens_k": limits + 1})
 
 
+@pytest.mark.parametrize("length", [3, 9])
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
 @on_ranks(2)
-def test_a_sequence_of_fewer_tokens_than_parts_trains(world):
-    (batch, *_) = batches("Llama")
-    batch = {name: value[:, 10:13] for name, value in batch.items()}
-    loss = float(build("Llama")(**batch).loss.detach())
+def test_padding_of_a_few_tokens_is_seen_by_none_and_has_no_loss(world, kind, length):
+    """An encoder would see what is behind."""
+    tokens = next(batches("Llama"))["input_ids"][:, :length] % 8
+    batch = {"input_ids": tokens, "labels": tokens}
+    torch.manual_seed(0)
+    model = (pretrained("Llama") if kind == "decoder" else encoder()).eval()
+    loss = float(model(**batch).loss.detach())
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
-        found = engine_of(build("Llama"), None).forward_backward(batch)
+        found = engine_of(model, None).evaluate(batch)
         assert float(found) == pytest.approx(loss, rel=1e-5)
 
 

@@ -57,11 +57,10 @@ def test_the_flags_of_sharding_set_what_its_page_says():
 
 
 def test_flags_set_their_configuration_keys():
-    config, job = configure(
-        ["--tp", "2", "--sequence-parallel", "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"]
-    )
+    config, job = configure("--tp 2 --cp 2 --sequence-parallel --emulate-fp16 on --lr 1 --set train.lr=2".split())
     assert configure(["--optimizer-state", "bf16"])[0].precision.optimizer_state == "bf16"
-    assert (config.parallel.tensor.size, config.parallel.sequence_parallel) == (2, True)
+    parallel = config.parallel
+    assert (parallel.tensor.size, parallel.context.size, parallel.sequence_parallel) == (2, 2, True)
     assert config.emulate_fp16 is True
     assert job.train.lr == 2.0  # --set over the flag
     with pytest.raises(ConfigError, match="argument --emulate-fp16: invalid choice: 'x'"):

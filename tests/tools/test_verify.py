@@ -17,18 +17,19 @@ from masked_transformer import dialogue
 from pretrained import build
 from small_engines import each_raises
 from torch import nn
-from verified import WithoutAllReduce
+from verified import WithoutAllReduce, blocks
 from verify_runs import report_of as compared
 
 import paramp
 from paramp import ConfigError, Precision
+from paramp.parallel.microbatches import Batch
 from paramp.tools.cli import main
 from paramp.tools.verify import options
 from paramp.tools.verify.activation_recorder import RankRecord
 from paramp.tools.verify.compare import compare, distance, joined, layout_name, rounding
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.two_runs import replay, train
-from paramp.tools.verify.user_code import load_attribute
+from paramp.tools.verify.user_code import choose_criterion, load_attribute, load_batches
 
 MSE = "torch.nn.functional:mse_loss"
 BLOCKS = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", criterion=MSE)
@@ -317,6 +318,31 @@ def test_user_errors(message, tmp_path):
         alone(replace(BLOCKS, plan=None, **WRONG_OPTIONS[message]), tmp_path)
 
 
+def test_batches_may_be_a_list():
+    listed, called = (
+        Options(model="verified:blocks", batches=f"verified:{name}", steps=2) for name in ("TWO_BATCHES", "batches")
+    )
+    pairs = zip(*(load_batches(one, blocks(), 1, 8) for one in (listed, called)), strict=True)
+    found = [
+        [torch.equal(*both) for both in zip(one.args, other.args, strict=True)]
+        + [torch.equal(one.target, other.target)]
+        for one, other in pairs
+    ]
+    assert found == [[True, True]] * 2
+
+
+def test_without_a_criterion_it_is_the_models_loss_else_the_cross_entropy_else_the_outputs_own():
+    options, plain, own = Options(model="a:b"), blocks(), blocks()
+    own.loss = lambda output, target: output.mean()
+    tokens = torch.tensor([[1, 2]])
+    labelled, unlabelled = Batch.of(tokens, tokens), Batch.of({"input_ids": tokens})
+    assert choose_criterion(options, own, labelled) is own.loss
+    logits = torch.randn(1, 2, 5)
+    expected = nn.functional.cross_entropy(logits[0], tokens[0])
+    assert choose_criterion(options, plain, labelled)(logits, tokens) == expected
+    assert choose_criterion(options, plain, unlabelled) is None
+
+
 def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # which gets the file's folder, as for a script
     file = tmp_path / "random.py"
@@ -462,6 +488,20 @@ def test_what_is_allowed(mode):
                     assert (found.first[0].name, found.first[1]) == ("layer", what)
 
 
+def test_the_unit_is_that_of_the_farthest_of_all_steps():
+    """The change of the first step is 0 but for the perturbed run, that of the second but for the layout."""
+
+    def with_changes(*sizes):
+        steps = [{"layer.weight": torch.full((2, 2), size, dtype=torch.float64)} for size in sizes]
+        return replace(record_of(losses=(1.0, 1.0)), steps=steps)
+
+    single, perturbed = with_changes(0.0, 0.0), [with_changes(1.0, 0.0), with_changes(0.5, 0.0)]
+    for size in (3.9, 4.1):
+        report = compare(single, perturbed, [with_changes(0.0, size)], in_fp16())
+        assert report.layers[0].step == pytest.approx(size)
+        assert report.ok == (size < 4)
+
+
 def test_the_zero_gradient_of_a_key_bias_is_rounding():
     """It is zero but for what cancelled out badly, differently in each run."""
 
@@ -545,12 +585,20 @@ def test_each_step_starts_from_equal_states(tmp_path, monkeypatch):
         assert all(0.49 < other[name].norm() / one[name].norm() < 0.51 for name in record.trained)
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, 2.0**10), ({"init_scale": 64.0}, 64.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 2.0**10),
+        ({"init_scale": 64.0}, 64.0),
+        ({"init_scale": 2.0**12, "min_scale": 2.0**11}, 2.0**11),
+        ({"init_scale": 2.0**12, "min_scale": 2.0**12, "max_scale": 2.0**12}, 2.0**12),
+    ],
+)
 def test_both_runs_start_from_a_low_loss_scale_and_full_masters(given, expected):
     settings = {"precision": {"mode": "16-naive", **given}, "masters": "remainder"}
     for run in ("single", "sharded"):
         precision = configure(Options(model="a:b", settings=settings), run).precision
-        assert (precision.scaling.init_scale, precision.masters) == (expected, True)
+        assert (precision.name, precision.scaling.init_scale, precision.masters) == ("16-naive", expected, True)
 
 
 def test_shards_are_joined():

@@ -326,6 +326,21 @@ def test_the_first_difference_is_that_of_the_step_and_not_of_the_schedule():
         assert report.num_different.total() == len(changed)
 
 
+ORDER = [("forward", "up", 0), ("loss", "", 0), ("backward", "up", 0), ("weight gradient", "up.weight", 0)]
+ORDER += [("gradient", "up.weight", None), ("norm", "", None), ("decision", "", None)]
+ORDER += [(kind, "up.weight", None) for kind in ("master", "optimizer state", "weight")]
+"""In which a step computes, and the trace of a run does not have to be."""
+
+
+def test_what_differs_first_is_what_a_step_computes_first():
+    assert [kind for kind, *_ in ORDER] == [*trace.KINDS]
+    for first in range(len(ORDER)):
+        whole = [(*entry, WHOLE) for entry in reversed(ORDER)]
+        rank = [(*entry, WHOLE + (ORDER.index(entry) >= first)) for entry in reversed(ORDER)]
+        found = by_hand(whole, rank).first.key
+        assert (found.kind, found.name, found.microbatch) == ORDER[first]
+
+
 def test_parts_are_brought_together():
     left, right = WHOLE.chunk(2, 1)
     entry = ("forward", "up", 0)
