@@ -81,8 +81,9 @@ def test_the_amp_example_with_its_engine(world, mode, scale):
         for _ in range(gpc.config.NUM_EPOCHS):
             for x, label in loader:
                 engine.zero_grad()
-                loss = engine.criterion(engine(x), label)
-                engine.backward(loss)
+                output = engine(x)
+                assert output.dtype is torch.float32
+                engine.backward(engine.criterion(output, label))
                 engine.step()
             schedule.step()
         assert engine.num_skipped == 0

@@ -69,6 +69,8 @@ FOUND = [
     ("apex.normalization.fused_layer_norm", "FusedLayerNorm", apex.normalization.FusedLayerNorm),
     ("apex.parallel.distributed", "DistributedDataParallel", apex.parallel.DistributedDataParallel),
     ("apex.multi_tensor_apply.multi_tensor_apply", "multi_tensor_applier", multi_tensor_applier),
+    ("colossalai.nn", "FusedAdam", apex.optimizers.FusedAdam),
+    ("colossalai.nn", "FusedSGD", apex.optimizers.FusedSGD),
     ("colossalai.initialize", "launch_from_torch", colossalai.launch_from_torch),
     ("colossalai.context.parallel_mode", "ParallelMode", colossalai.context.ParallelMode),
     ("colossalai.legacy.core", "global_context", colossalai.core.global_context),

@@ -7,13 +7,18 @@ import os
 import re
 import sys
 import termios
+import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import train
+from commands import ROOT
 from pages import read
+from pool import on_ranks, shared_folder
 from train_app.reporter import Reporter, announce_end, check_tensorboard, memory_bytes
-from train_app.settings import TrainConfig
+from train_app.settings import Job, TrainConfig
 
 import paramp
 
@@ -85,6 +90,29 @@ def test_a_run_ends_with_the_command_for_its_page(monkeypatch, tmp_path):
         "for the page of this run: .venv/bin/python -m paramp report 'runs/a b'",
         "for the page of this run: .venv/bin/paramp report 'runs/a b'",
     ]
+
+
+@on_ranks(2)
+def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_ranks(world):
+    """By a clock that only its readers move: an evaluation takes it 1000 s further, and 3 reads are 3 s."""
+    now, evaluate, folder = [0.0], train.held_out_loss, shared_folder() / "log"
+
+    def read_clock():
+        now[0] += 1.0
+        return now[0]
+
+    def evaluate_slowly(*given):
+        now[0] += 1000.0
+        return evaluate(*given)
+
+    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=4, steps=3, eval_every=1, log_dir=str(folder))
+    clock = mock.patch.object(time, "perf_counter", read_clock)
+    slow = mock.patch.object(train, "held_out_loss", evaluate_slowly)
+    with paramp.launch_from_torch({}) as context, clock, slow:
+        assert train.train(context, Job(train=job, model={"num_layers": 1})) == 0
+    for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        assert record["step_seconds"] < 1000.0 < record["val_seconds"]
+        assert record["tokens_per_second"] == pytest.approx(4 * 8 / record["step_seconds"])
 
 
 def test_memory_bytes_is_the_peak_of_this_process():

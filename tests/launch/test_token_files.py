@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from commands import COLD, ROOT, python, succeeded
-from train_app.corpus import load_corpus
+from train_app.corpus import load_corpus, training_windows
 
 from paramp import DataError
 
@@ -70,6 +70,13 @@ def test_a_file_that_changes_during_the_run_is_an_error_if_its_tokens_may_be_oth
     else:
         with pytest.raises(DataError, match=CHANGES[how]):
             source.read(40, 20)
+
+
+def test_a_read_takes_the_bytes_of_one_window(path, monkeypatch):
+    source, reads, pread = load_corpus(str(path)).training, [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given[1]) or pread(*given))
+    training_windows(source, 16, seed=1, step=0, first=0, count=4)
+    assert reads == [17 * 2] * 4
 
 
 def test_a_failing_disk_is_an_error(path, monkeypatch):

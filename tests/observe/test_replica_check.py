@@ -1,6 +1,7 @@
 """One bit in one copy: found, named, and repaired; and nothing is found where nothing is wrong."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from reference import batches, local, small_gpt
 from small_engines import engine_of, own_part
 
 import paramp
+from paramp.observe import replica_check
 from paramp.observe.bit_hash import hash_bits
 
 HSDP = {"data": {"replicate": 2, "shard": 2}}
@@ -189,11 +191,11 @@ def test_training_stops_at_the_next_check(world):
 @on_ranks(2)
 def test_a_learning_rate_that_one_rank_has_changed_is_named_first(world):
     """It is never repaired, because the next step would make the weights differ again."""
-    for parallel in ({"tensor": 2}, {"pipeline": 2}):
+    for parallel, key in (({"tensor": 2}, "lr"), ({"pipeline": 2}, "lr"), ({"data": 2}, "weight_decay")):
         with launch(parallel, check_replicas_every=2, repair_replicas=True):
             engine = build()
-            engine.optimizer.param_groups[0]["lr"] = 1e-2 * (1 + world.rank)
-            message = r"""replicas: the setting of "param_groups\[0\]\['lr'\]" on rank 1 .* differs from rank 0"""
+            engine.optimizer.param_groups[0][key] = 1e-2 * (1 + world.rank)
+            message = rf"""replicas: the setting of "param_groups\[0\]\['{key}'\]" on rank 1 .* differs from rank 0"""
             with pytest.raises(paramp.ReplicaDrift, match=message):
                 train(engine, 1)
 
@@ -235,6 +237,17 @@ def test_no_difference_is_found_without_a_fault(world, precision, parallel, opti
         with Collectives() as collectives:
             assert engine.check_replicas() == []
         assert collectives.counts == {"allgather": 1}
+    with launch(parallel, precision, **options):  # before the first one, ranks exchange what they hold
+        engine = build()
+        with (
+            Collectives() as first,
+            mock.patch.object(replica_check, "all_gather_single", wraps=replica_check.all_gather_single) as gathered,
+        ):
+            assert engine.check_replicas() == []
+        assert first.counts["allgather"] > 1
+        ((_, sums),) = (call.args for call in gathered.call_args_list)
+        assert sums.dtype is torch.int64
+        assert sums.numel() < 10
 
 
 @on_ranks(8)

@@ -30,11 +30,11 @@ def build():
 def test_different_batches_are_an_error_on_every_rank(world, axis):
     first, second = RANKS[axis]
     x, y = torch.ones(4, 4), torch.zeros(4, 4)
-    half = 4 - 2 * world.rank
+    half, typed = 4 - 2 * world.rank, y.to((torch.float32, torch.int64)[world.rank])
     wrong = [
         (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
         (x[:half], y[:half], f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)"),
-        (x, y.to((torch.float32, torch.int64)[world.rank]), f"{second} has int64 (4, 4)"),
+        (x, typed, f"target: {first} has float32 (4, 4), but {second} has int64 (4, 4)"),
     ]
     for own_x, own_y, message in wrong:
         with paramp.launch_from_torch({"parallel": {axis: 2}}):

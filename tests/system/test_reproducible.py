@@ -66,6 +66,7 @@ def test_a_gpt_has_the_same_bits(layout, mode):
 
 def test_the_part_has_every_mode_and_each_two_axes_together():
     assert {mode for modes in PART.values() for mode in modes} == {*MODES}
+    assert len(MODES) == 5  # as docs/index.md says
     axes = [{*LAYOUTS[layout][1]} & {"tensor", "pipeline", "data"} for layout in PART]
     assert [pair for pair in combinations(("tensor", "pipeline", "data"), 2) if {*pair} not in axes] == []
 

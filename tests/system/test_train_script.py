@@ -64,6 +64,7 @@ def test_torchrun_with_one_process_starts_the_four_that_the_layout_needs(tmp_pat
             assert record[key] == pytest.approx(expected[key], abs=1e-4)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["config"]["parallel.pipeline.size"] == 2
+    assert not [key for key in saved["config"] if key.startswith("model.")]
     assert len(saved["run"]["data_sha256"]) == 64
     log = (tmp_path / "train.log").read_text()
     assert "validation loss" in log

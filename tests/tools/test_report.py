@@ -265,6 +265,11 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
     assert ["const reload = 5" in page for page in pages] == [True, False]
     assert ["loads again every 5 s" in page for page in pages] == [True, False]
     assert ["<dd>running</dd>" in page for page in pages] == [True, False]
+    seconds = []
+    monkeypatch.setattr(run_page, "report", lambda folder, live: seconds.append(live) or [])
+    for given in ([], ["--live"], ["--live", "60"]):
+        assert main(["report", str(folder), *given]) == 0
+    assert seconds == [None, 10, 60]
 
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
