@@ -8,6 +8,7 @@ import re
 import sys
 import termios
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,6 +22,7 @@ from train_app.reporter import Reporter, announce_end, check_tensorboard, memory
 from train_app.settings import Job, TrainConfig
 
 import paramp
+from paramp.models.gpt import GPT, PRESETS
 
 RECORD = {"step": 1, "loss": 2.5, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": 1, "lr": 0.1}
 RECORD |= {"tokens_per_second": 1000.0, "step_seconds": 0.5, "memory_bytes": 3 * 2**20}
@@ -105,12 +107,17 @@ def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_
         now[0] += 1000.0
         return evaluate(*given)
 
-    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=4, steps=3, eval_every=1, log_dir=str(folder))
+    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=4, steps=2, log_dir=str(folder))
+    job = replace(job, eval_every=1, eval_sequences=2, peak_tflops=2.0)
+    flops = GPT(replace(PRESETS["tiny"], num_layers=1, max_seq_len=8)).flops_per_token(8)
     clock = mock.patch.object(time, "perf_counter", read_clock)
     slow = mock.patch.object(train, "held_out_loss", evaluate_slowly)
     with paramp.launch_from_torch({}) as context, clock, slow:
         assert train.train(context, Job(train=job, model={"num_layers": 1})) == 0
+    if world.rank > 0:  # the first rank writes
+        return
     for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        assert record["mfu"] == pytest.approx(flops * record["tokens_per_second"] / (2 * 2e12))
         assert record["step_seconds"] < 1000.0 < record["val_seconds"]
         assert record["tokens_per_second"] == pytest.approx(4 * 8 / record["step_seconds"])
 

@@ -36,7 +36,7 @@ def units_of(engine):
 
 
 def gathered_early(engine):
-    """A list that gets, when a block begins a forward or backward, its name and those that are gathered or about to be."""
+    """A list that gets, when a block begins a forward or backward, its name and those gathered or about to be."""
     blocks = {name: module for name, module in units_of(engine).items() if name}
     seen = []
 
