@@ -105,6 +105,7 @@ def test_there_is_one_product_for_each_expert_where_torch_has_no_grouped_one(mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     rows = SimpleNamespace(dtype=dtype, device=torch.device("cuda:1" if gpu else "cpu"))
     assert _has_grouped_product(rows, torch.empty(3, 8, width)) is grouped
+    assert not _has_grouped_product(rows, torch.empty(3, 12, width))
     if gpu is None:
         whole, single = (mock.patch.object(F, name, wraps=getattr(F, name)) for name in ("grouped_mm", "linear"))
         ends = torch.tensor([3, 3, 7], dtype=torch.int32)

@@ -135,8 +135,6 @@ def test_neighbours_that_have_missed_other_steps_are_stepped_by_their_own_counts
 
 # ---------------------------------------------------------------------------------------------------- the buffers
 
-MODES = [name for name, row in PRESETS.items() if row.float8 is None and "engine" not in name]
-
 
 def by_memory(parameters):
     """The sorted names of the parameters in each storage."""
@@ -146,11 +144,12 @@ def by_memory(parameters):
     return sorted(sorted(names) for names in found.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PRESETS)
 def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
     """Its gradient too, in another one."""
     with paramp.launch_from_torch({"precision": mode}):
-        model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), Net(), nn.Linear(3, 3).requires_grad_(False))
+        model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), Net(), nn.Linear(3, 16).requires_grad_(False))
+        model.append(nn.Linear(16, 16))  # of which float8 takes the sizes
         engine = engine_of(model)
         kept = ["1.bias", "1.weight"] if mode == "O2" else []
         for name, parameter in model.named_parameters():
@@ -162,7 +161,7 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         for names in expected:  # each on a multiple of 64 elements
             places = [model.get_parameter(name).storage_offset() for name in names]
             assert not any((place - min(places)) % 64 for place in places)
-        engine.forward_backward(torch.ones(4, 7), torch.ones(4, 3))
+        engine.forward_backward(torch.ones(16, 7), torch.ones(16, 16))
         gradients = [(name, model.get_parameter(name).grad) for name in trained]
         assert by_memory(gradients) == expected
 
@@ -177,9 +176,16 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
         assert by_memory(engine.named_parameters()) == [[f"{index}.bias", f"{index}.weight"] for index in range(4)]
 
 
-@pytest.mark.parametrize("mode", ["32-true", "64-true", "16-naive", "bf16-naive", "bf16-true"])
-def test_temporaries_of_a_step_are_blocks(mode):
-    precision = {"mode": mode} | ({"init_scale": 4.0} if mode == "16-naive" else {})
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        *((mode, {}) for mode in ("32-true", "64-true", "bf16-naive", "bf16-true")),
+        ("16-naive", {"init_scale": 4.0}),
+        ("bf16-true", {"rounding": "stochastic"}),
+    ],
+)
+def test_temporaries_of_a_step_are_blocks(mode, options):
+    precision = {"mode": mode} | options
     with paramp.launch_from_torch({"precision": precision, "clip_grad_norm": 1.0}):
         engine = engine_of(nn.Linear(2**16, 1, bias=False), optimizer=adamw)
         engine.forward_backward(torch.ones(1, 2**16), torch.ones(1, 1))

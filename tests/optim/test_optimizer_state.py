@@ -26,10 +26,23 @@ TIED = ["embedding.tokens.weight", "head.weight"]
 """One parameter, in a pipeline on two stages."""
 
 
-def second_moments(config, **options):
+def hooked(parameters, **options):
+    optimizer = torch.optim.AdamW(parameters, **options)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+OWN_STEPS = {
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "not fused": functools.partial(torch.optim.AdamW, fused=False),
+    "step hook": hooked,
+}
+
+
+def second_moments(config, make):
     """AdamW's second moment of 4096 weights, all with the same gradients, after each step."""
     with paramp.launch_from_torch(config):
-        adamw = functools.partial(torch.optim.AdamW, lr=1e-4, **options)
+        adamw = functools.partial(make, lr=1e-4)
         engine = engine_of(nn.Linear(64, 64, bias=False), lambda output, _: output.mean(), adamw)
         found = []
         for value in [4.0] * 10 + [0.1] * 50:
@@ -39,9 +52,9 @@ def second_moments(config, **options):
         return found
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["fused", "own step"])
-def test_the_second_moment_follows_the_fp32_one(options):
-    exact, found = second_moments({}, **options), second_moments({"optimizer_state": "bf16"}, **options)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, *OWN_STEPS.values()], ids=["fused", *OWN_STEPS])
+def test_the_second_moment_follows_the_fp32_one(make):
+    exact, found = second_moments({}, make), second_moments({"optimizer_state": "bf16"}, make)
     assert (exact[0].dtype, found[0].dtype) == (torch.float32, torch.bfloat16)
     nearest = before = torch.zeros(())
     for after in (one[0, 0] for one in exact):
@@ -224,9 +237,13 @@ def test_a_checkpoint_loads_into_the_other_format(make, tmp_path):
         check_same(tensors(back), expected)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_state_that_the_user_loads_is_stored_in_bf16(make):
-    with paramp.launch_from_torch(BF16):
+LOADED = [("32-true", torch.optim.AdamW), ("32-true", torch.optim.Adagrad)]
+LOADED += [("16-true", functools.partial(torch.optim.AdamW, eps=1e-4))]
+
+
+@pytest.mark.parametrize(("mode", "make"), LOADED)
+def test_state_that_the_user_loads_is_stored_in_bf16(mode, make):
+    with paramp.launch_from_torch({"precision": mode} | BF16):
         engine = engine_of(nn.Linear(4, 4), optimizer=make)
         for _ in range(2):
             train_step(engine, torch.randn(2, 4), torch.zeros(2, 4))
@@ -253,7 +270,9 @@ REFUSED = {
     "ScheduleFree keeps weights in its state": ("bf16-naive", ScheduleFree),
     "subtracts states": ("32-true", functools.partial(torch.optim.RMSprop, centered=True)),
     "Adafactor needs whole matrices": ("32-true", torch.optim.Adafactor),
-    "foreach=True is set": ("bf16-true", functools.partial(torch.optim.AdamW, eps=1e-4, foreach=True)),
+    "foreach=True is set": ("bf16-true", functools.partial(OWN_STEPS["foreach"], eps=1e-4)),
+    "fused=False or": ("bf16-true", functools.partial(OWN_STEPS["not fused"], eps=1e-4)),
+    "it has step hooks": ("bf16-true", functools.partial(hooked, eps=1e-4)),
     "NAdam is not one of": ("16-true", functools.partial(torch.optim.NAdam, eps=1e-4)),
 }
 

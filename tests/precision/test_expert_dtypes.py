@@ -183,13 +183,26 @@ def test_plain_autocast_computes_grouped_products_as_torch_does():
 
 
 def test_grouped_products_in_fp64_are_refused_by_name():
-    with paramp.launch_from_torch({"precision": "64-true"}):
-        with pytest.raises(paramp.ConfigError, match=r"64-true.*'model.layers.0.mlp.experts' calls F.grouped_mm"):
-            engine_of(build("Mixtral", "grouped_mm"))
-        engine = engine_of(build("Mixtral", "eager"))
+    refused = pytest.raises(paramp.ConfigError, match=r"64-true.*'model.layers.0.mlp.experts' calls F.grouped_mm")
+    with paramp.launch_from_torch({"precision": "64-true"}), refused:
+        engine_of(build("Mixtral", "grouped_mm"))
+
+
+def test_grouped_products_are_what_transformers_chooses():
+    assert build("Mixtral", None).config._experts_implementation == "grouped_mm"
+
+
+FULL = [*(("32-true", backend) for backend in BACKENDS), ("64-true", "eager"), ("64-true", "batched_mm")]
+
+
+@pytest.mark.parametrize(("mode", "backend"), FULL)
+def test_in_full_precision_experts_and_routers_compute_in_it(mode, backend):
+    with paramp.launch_from_torch({"precision": mode}):
+        engine = engine_of(build("Mixtral", backend))
         with Products() as products:
             engine.forward_backward({"input_ids": batch()}, batch())
-    assert products.dtypes == {"experts": {torch.float64}, "router": {torch.float64}}
+    dtype = PRESETS[mode].weights
+    assert products.dtypes == {"experts": {dtype}, "router": {dtype}}
 
 
 def test_biases_that_balance_the_experts_are_not_rounded():

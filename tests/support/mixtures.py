@@ -33,8 +33,8 @@ FAMILIES = dict(zip(FOLDERS, BY_CLASS, strict=True))
 BACKENDS = ("eager", "batched_mm", "grouped_mm")
 
 
-def build(family: str, backend: str = "eager", num_experts: int = NUM_EXPERTS) -> Any:
-    """The model of ``family``, in fp32, the same on every call."""
+def build(family: str, backend: str | None = "eager", num_experts: int = NUM_EXPERTS) -> Any:
+    """The model of ``family``, in fp32, the same on every call; None: the backend that transformers chooses."""
     name = FAMILIES[family]
     sizes = {
         key: num_experts if "experts" in key and value == NUM_EXPERTS else value
@@ -47,7 +47,8 @@ def build(family: str, backend: str = "eager", num_experts: int = NUM_EXPERTS) -
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.set_experts_implementation(backend)
+    if backend is not None:
+        model.set_experts_implementation(backend)
     return model.train()
 
 

@@ -7,7 +7,7 @@ It runs torchtitan 0.3.0, which is written for a GPU and for a torch after 2.13.
 - A pipeline schedule's ``step`` with microbatches (``arg_mbs=...``), where torch's takes whole batches only (2.13).
 - FSDP's sum without a factor: gloo has no ``PREMUL_SUM``.
 - The attention: flex attention is compiled, and slow on CPUs.
-- Tokenizer and data set: files that its wheel lacks.
+- Tokenizer and data set: files that its wheel lacks. Of the labels, each data rank leaves another number out.
 """
 
 import dataclasses
@@ -232,7 +232,9 @@ def components():
                 generator = torch.Generator().manual_seed(100 * self.count + self.place)
                 self.count += 1
                 tokens = torch.randint(0, VOCABULARY, self.shape, generator=generator)
-                yield {"input": tokens[..., :-1].contiguous()}, tokens[..., 1:].contiguous()
+                labels = tokens[..., 1:].clone()
+                labels[..., : 3 + 2 * self.place] = -100  # left out of the loss: ranks have other numbers of labels
+                yield {"input": tokens[..., :-1].contiguous()}, labels
 
         def state_dict(self):
             return {"count": self.count}

@@ -52,14 +52,18 @@ def run_on_four_ranks(name, *arguments):
     return run_on_ranks(4, __name__, "on_rank", {"name": name, "arguments": arguments})
 
 
+LAYOUTS = ("--tp 2 --pp 2", "--fsdp 4", "--fsdp 2 --replicate 2", "--dp 2 --zero 1")
+SAME = [*(("own_model", flags) for flags in LAYOUTS), ("huggingface_llama", "")]
+
+
 @family
-@pytest.mark.parametrize("name", ["own_model", pytest.param("huggingface_llama", marks=long)])
-def test_an_example_is_the_same_on_one_rank_and_on_four(name):
+@pytest.mark.parametrize(("name", "flags"), rarely(SAME, SAME[0]))
+def test_an_example_is_the_same_on_one_rank_and_on_four(name, flags):
     if name == "huggingface_llama":
         of_a_pretrained_model(name)
         return
     alone = succeeded(python("examples/own_model.py"))
-    spread = succeeded(python("-m", "paramp", "run", "examples/own_model.py", "--tp", "2", "--pp", "2"))
+    spread = succeeded(python("-m", "paramp", "run", "examples/own_model.py", *flags.split()))
     assert (alone.stderr, spread.stderr) == ("", "")
     assert len(losses(alone.stdout)) == 4
     assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]

@@ -57,7 +57,8 @@ def test_the_flags_of_sharding_set_what_its_page_says():
 
 
 def test_flags_set_their_configuration_keys():
-    config, job = configure("--tp 2 --cp 2 --sequence-parallel --emulate-fp16 on --lr 1 --set train.lr=2".split())
+    layout = ["--tp", "2", "--cp", "2", "--sequence-parallel"]
+    config, job = configure([*layout, "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
     assert configure(["--optimizer-state", "bf16"])[0].precision.optimizer_state == "bf16"
     parallel = config.parallel
     assert (parallel.tensor.size, parallel.context.size, parallel.sequence_parallel) == (2, 2, True)

@@ -591,7 +591,7 @@ def test_each_step_starts_from_equal_states(tmp_path, monkeypatch):
         ({}, 2.0**10),
         ({"init_scale": 64.0}, 64.0),
         ({"init_scale": 2.0**12, "min_scale": 2.0**11}, 2.0**11),
-        ({"init_scale": 2.0**12, "min_scale": 2.0**12, "max_scale": 2.0**12}, 2.0**12),
+        ({"init_scale": 2.0**12, "enabled": False}, 2.0**12),
     ],
 )
 def test_both_runs_start_from_a_low_loss_scale_and_full_masters(given, expected):
