@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from pool import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paramp.base.collectives import all_reduce_, broadcast_, gather_dtensors_over_gloo
+from paramp.base.collectives import all_reduce_, broadcast_, gather_dtensors_over_gloo, sum_
 
 VIEWS = {
     "dense": lambda tensor: tensor,
@@ -81,3 +82,16 @@ def test_two_ranks_sum_what_is_not_finite_to_the_same_bits(world):
     assert torch.equal(*both)
     assert values.isnan().tolist() == [True, False, False]
     assert values[1:].tolist() == [torch.inf, -torch.inf]
+
+
+@on_ranks(2)
+def test_tensors_are_summed_in_one_all_reduce_for_each_dtype(world):
+    """Such as the gradients of tied parameters and partial ones; in a wider dtype, all of them in one."""
+    for wide, counts in ((None, [2 + 4, 3]), (torch.float64, [2 + 3 + 4])):
+        tensors = [torch.full((size,), 1.0 + world.rank) for size in (2, 3, 4)]
+        tensors[1] = tensors[1].half()
+        with Collectives() as collectives:
+            sum_(tensors, dist.group.WORLD, wide)
+        assert collectives.elements == counts
+        assert collectives.counts.total() == len(counts)
+        assert [one.tolist() for one in tensors] == [[3.0] * 2, [3.0] * 3, [3.0] * 4]

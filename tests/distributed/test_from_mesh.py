@@ -174,6 +174,7 @@ def test_a_mesh_whose_ranks_are_in_another_order(world):
             (square, Shard(0), Replicate()),  # ranks 0 and 1, which differ in both coordinates
             (line, Shard(0)),
             (line, Replicate()),
+            (context.mesh["dp", "tp"]._flatten("all"), Shard(0)),
         ):
             parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, placements))
             parameter.grad = distribute_tensor(gradient, mesh, placements)

@@ -304,6 +304,14 @@ def test_only_ranks_in_a_batch_or_before_a_save_wait_for_each_other(start, phase
     assert ended or all(text.startswith("paramp: no rank has made progress for 10 s") for text in ranks.written)
 
 
+@pytest.mark.parametrize("phase", ["forward", "loss", "backward", "step"])
+def test_ranks_wait_in_phases_of_a_loop_without_an_engine(start, phase):
+    ranks = start(2, end_after=4)
+    with ranks.all[0].span(phase), ranks.all[1].span(phase):
+        assert ranks.seconds(43) == set()
+        assert ranks.seconds(4) == {0, 1}
+
+
 def test_a_job_without_progress_is_reported_after_each_timeout(start):
     """Counted from the last beginning or end of a phase of any rank."""
     ranks, reported = start(3), []

@@ -35,7 +35,7 @@ def train(x):
         assert not torch.allclose(times(torch.ones(300, 300) @ torch.ones(300, 300)), torch.zeros(()))
         total = torch.tensor(float(context.rank + 1))
         torch.distributed.all_reduce(total)
-        return Result(times(x) + total.item(), (context.tp.size, context.world_size))
+        return Result(times(x) + total.item() + 100 * context.rank, (context.tp.size, context.world_size))
 
 result = paramp.notebook(train, 5, ranks=2)
 print(type(result) is Result, result.value, result.sizes)

@@ -500,8 +500,12 @@ def test_a_step_whose_gradient_has_underflowed_warns_at_the_next(world, parallel
 def test_a_step_whose_criterion_has_no_gradient_warns_at_the_next(mode):
     x, y = randn(2, 4, 4)
     with paramp.launch_from_torch({"precision": mode}):
-        engine = engine_of(two_layers(), lambda output, target: 0 * F.mse_loss(output, target))
+        model = two_layers()
+        optimizers = [sgd(model[0].parameters()), torch.optim.AdamW(model[1].parameters())]
+        engine = engine_of(model, lambda output, target: 0 * F.mse_loss(output, target), optimizers)
         assert train_step(engine, x, y).grad_norm == 0
         engine.zero_grad()
-        with pytest.warns(UserWarning, match="step 1 of SGD was made with a gradient whose norm is exactly 0"):
+        with pytest.warns(
+            UserWarning, match="step 1 of SGD and AdamW was made with a gradient whose norm is exactly 0"
+        ):
             train_step(engine, x, y)

@@ -154,14 +154,17 @@ def test_the_collectives_of_a_step_are_few(world):
     size = 9 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
     for layout, expected in COLLECTIVES.items():
         parallel = LAYOUTS[layout.removesuffix("-sp")] | {"sequence_parallel": layout.endswith("-sp")}
-        with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}) as context:
+        fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "log_num_zeros_in_grad": True}
+        with paramp.launch_from_torch({"parallel": parallel, "fp16": fp16, "clip_grad_norm": 1.0}) as context:
             engine = gpt_engine()
             for overflows in (False, False, True):
                 engine.forward_backward(*own_part(context, *next(batches(1))), return_loss=False)
                 if overflows and world.rank == 3:
                     local(next(engine.parameters()).grad).view(-1)[0] = math.inf
                 with Collectives() as collectives:
-                    assert engine.step().stepped != overflows
+                    result = engine.step()
+                    assert (result.stepped, result.overflow) == (not overflows, overflows)
+                    assert (result.grad_norm, result.num_zeros, result.loss) > (0, 0, 0)
                 engine.zero_grad()
                 if engine.num_steps == 2:
                     assert collectives.counts == {"allreduce": len(expected)}, (layout, collectives.counts)

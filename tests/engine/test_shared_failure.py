@@ -189,6 +189,22 @@ def test_a_batch_of_the_wrong_size_on_one_rank(world):
         check_weights(engine, [2])
 
 
+@pytest.mark.parametrize("layout", ["dp2", "gpipe"])
+@on_ranks(2)
+def test_the_next_loss_that_is_returned_raises_for_a_batch_before(world, layout):
+    with started(LAYOUTS[layout], gradient_accumulation=2) as (context, engine, told):
+        told.fail("criterion" if world.rank else "")
+        engine.forward_backward(*own_part(context, *batch(1)), return_loss=False)
+        assert not engine.step().stepped
+        told.fail("")
+        error = ArithmeticError if world.rank and layout == "dp2" else (RuntimeError, ValueError)
+        with pytest.raises(error, match="the loss is broken" + "; on rank 1" * (1 - world.rank)):
+            engine.forward_backward(*own_part(context, *batch(2)))
+        engine.zero_grad()
+        assert run_window(context, engine, 3, 4).stepped
+        check_weights(engine, [3, 4])
+
+
 @pytest.mark.parametrize("layout", ["dp2", "dp2-zero1", "gpipe"])
 @on_ranks(2)
 def test_a_parameter_that_a_step_cannot_take_on_one_rank(world, layout):
@@ -207,10 +223,11 @@ def short_grace():
     return mock.patch.object(shared_failure, "SECONDS_OF_GRACE", 0.3)
 
 
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": {"shard": 2}}], ids=["tp2", "fsdp2"])
 @on_ranks(2)
-def test_tensor_ranks_that_fail_together_and_alone(world):
-    plan = {"0.linear": "colwise", "1.linear": "rowwise"}
-    with short_grace(), started({"tensor": 2}, plan=plan) as (_, engine, told):
+def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel):
+    plan = {"0.linear": "colwise", "1.linear": "rowwise"} if "tensor" in parallel else None
+    with short_grace(), started(parallel, plan=plan) as (_, engine, told):
         told.fail("criterion")
         engine.forward_backward(*batch(1), return_loss=False)
         with pytest.raises(ArithmeticError):

@@ -177,6 +177,7 @@ def test_the_expert_is_named_and_all_ranks_skip(layout, body):
 
 
 def test_on_one_process_an_expert_is_named_by_its_weights_or_by_the_tokens_that_it_got():
+    """By those that all bad tokens share; all of them, if these share none."""
     with paramp.launch_from_torch({"precision": "16-mixed"}):
         engine = engine_of(layers(1))
         stack = engine.module[0].experts
@@ -186,7 +187,22 @@ def test_on_one_process_an_expert_is_named_by_its_weights_or_by_the_tokens_that_
         assert engine.step().overflow
         report = engine.diagnose_overflow()
         assert (report.origin.module, report.origin.experts) == ("0.experts", (2,))
-        stack.spoils = None
+        stack.spoils, chosen = None, []
+        for count in (1, 16):
+            bad = torch.zeros(16, 1)
+            bad[:count] = float("nan")
+
+            def spoil(_, args, output, bad=bad):
+                chosen[:] = args[1].tolist()
+                return output + bad
+
+            handle = stack.register_forward_hook(spoil)
+            engine.forward_backward(tokens(), torch.zeros(16, WIDTH))
+            assert engine.step().overflow
+            experts = engine.diagnose_overflow().origin.experts
+            handle.remove()
+            assert not set.intersection(*map(set, chosen))
+            assert experts == tuple(sorted(chosen[0]) if count == 1 else range(NUM_EXPERTS))
         with torch.no_grad():
             stack.weight[1, 0, 0] = float("nan")
         engine.forward_backward(tokens(), torch.zeros(16, WIDTH))

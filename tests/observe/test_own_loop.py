@@ -1,6 +1,7 @@
 """The diagnosis of a model in a loop of the user's own, without an engine: planted faults are named, on every rank."""
 
 import contextlib
+import itertools
 import math
 import warnings
 from functools import partial
@@ -452,13 +453,18 @@ def test_a_rank_that_calls_alone_raises_in_bounded_time(world):
 @on_ranks(2)
 def test_each_call_leaves_text_in_the_store(world):
     with distributed("ddp") as (_, model):
-        store, counts = dist.distributed_c10d._get_default_store(), []
-        for call in (lambda: None, lambda: paramp.check_replicas(model), lambda: paramp.check_replicas(model)):
+        store, counts, loss = dist.distributed_c10d._get_default_store(), [], loss_of(model)
+        loss(batches(1)[0]).backward()
+        check, count = partial(paramp.check_replicas, model), partial(paramp.gradient_histogram, model)
+        trace = partial(paramp.trace_overflow, model, loss, batches(1), scale=1.0)
+        for call in (lambda: None, check, check, count, count, trace, trace):
             call()
+            if call is count:
+                loss(batches(1)[0]).backward()
             dist.barrier()
             counts.append(store.num_keys())
             dist.barrier()
-        assert counts[0] < counts[1] < counts[2]
+        assert all(before < after for before, after in itertools.pairwise(counts)), counts
 
 
 @on_ranks(2)

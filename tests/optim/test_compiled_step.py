@@ -406,6 +406,7 @@ def test_the_engine_uses_them_for_long_half_precision_gradients(uncompiled, monk
         expected = engine.module.weight.grad.double().norm()
         assert engine.step().grad_norm == pytest.approx(expected.item(), rel=1e-6)
     assert bool(calls) is (mode == "bf16-naive" and compile and size == LONG)
+    assert {rows for _, rows in calls} <= {512}
 
 
 def test_options_that_hold_lists_are_keys_of_a_cache():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import cases, family
 from lamb import Lamb
+from pages import blocks
 from pool import on_ranks, shared_folder
 from reference import assert_trained, local
 from small_engines import engine_of, own_part
@@ -17,24 +18,23 @@ STEPS = 2
 """Of Muon's iteration, whose products in bf16 are slow on CPUs: a trial of the optimizer makes thousands."""
 
 
-class StackedMuon(torch.optim.Optimizer):
-    """That of docs/step.md; ``ns_steps``: of the iteration that orthogonalizes a matrix."""
+class_of_the_page = {}
+exec(next(block for block in blocks("docs/step.md", "python") if "class StackedMuon" in block), class_of_the_page)
 
-    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, ns_steps=5):
-        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
-        super().__init__(params, options)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for stack in group["params"]:
-                if stack.grad is not None:
-                    momenta = self.state[stack].setdefault("momentum_buffer", torch.zeros_like(stack))
-                    matrices = [nn.Parameter(one) for one in stack.detach()]
-                    newton_schulz = torch.optim.Muon(matrices, **{key: group[key] for key in self.defaults})
-                    for one, gradient, momentum in zip(matrices, stack.grad, momenta, strict=True):
-                        one.grad, newton_schulz.state[one]["momentum_buffer"] = gradient, momentum
-                    newton_schulz.step()
+class StackedMuon(class_of_the_page["StackedMuon"]):
+    """Of so few steps."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for options in (self.defaults, *self.param_groups):
+            options["ns_steps"] = STEPS
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page says it of torch 2.13")
+def test_torchs_muon_takes_no_stacks():
+    with pytest.raises(ValueError, match="2D"):
+        torch.optim.Muon([nn.Parameter(torch.ones(2, 4, 4))])
 
 
 def split(model):
@@ -45,7 +45,7 @@ def split(model):
 def muon(model):
     vectors, matrices, stacks = split(model)
     adamw = torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)
-    return [StackedMuon(stacks, lr=0.02, ns_steps=STEPS), torch.optim.Muon(matrices, lr=0.02, ns_steps=STEPS), adamw]
+    return [StackedMuon(stacks, lr=0.02), torch.optim.Muon(matrices, lr=0.02, ns_steps=STEPS), adamw]
 
 
 def lamb(model):

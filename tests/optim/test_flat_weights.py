@@ -164,6 +164,9 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         engine.forward_backward(torch.ones(16, 7), torch.ones(16, 16))
         gradients = [(name, model.get_parameter(name).grad) for name in trained]
         assert by_memory(gradients) == expected
+        stepped = [one for group in engine.optimizer.param_groups for one in group["params"]]  # masters, or weights
+        in_order = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert by_memory(zip(in_order, stepped, strict=True)) == expected
 
 
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):

@@ -243,22 +243,35 @@ def test_owners_are_the_ranks_of_one_replica_or_all_data_ranks_of_zero(world):
         assert [sorted(one) for one in found] == [sorted(one) for one in expected], layout
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
-@on_ranks(2)
-def test_a_step_exchanges_matrices_once(world, layout):
-    context, engine = start(LAYOUTS[layout][1], muon_and_adamw)
-    with context:
-        train(engine, 1)
-        engine.forward_backward(*next(batches(1)), return_loss=False)
-        with Collectives() as within:
-            engine.step()
-        assert within.counts == {"allreduce": 1, "alltoall": 3}
-        # The gradient and the weight to the owner, and the weight back: of two ranks each sends about half.
-        hidden = [one for name, one in engine.named_parameters() if name.startswith("blocks.") and one.ndim == 2]
-        shards = sum(4 * local(one).numel() for one in hidden)
-        given = [args[1].numel() for args in within.all_to_alls]
-        kept = [args[3][world.rank] for args in within.all_to_alls]
-        assert sum(given) - sum(kept) == pytest.approx(3 / 2 * shards, rel=0.1)
+def two_muons_and_adamw(model):
+    hidden, rest = split(model)
+    return [torch.optim.Muon(hidden[::2]), torch.optim.Muon(hidden[1::2]), torch.optim.AdamW(rest)]
+
+
+@pytest.mark.real_sizes  # the number of buffers
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp4", "dp2 + zero1"])
+def test_a_step_exchanges_matrices_once(layout):
+    on(layout, exchange_matrices)
+
+
+def exchange_matrices(world, layout):
+    """Three all-to-alls for each optimizer of matrices."""
+    for make in (muon_and_adamw, two_muons_and_adamw):
+        context, engine = start(LAYOUTS[layout][1], make)
+        with context:
+            train(engine, 1)
+            engine.forward_backward(*own_part(context, *next(batches(1))), return_loss=False)
+            with Collectives() as within:
+                engine.step()
+            others = {"allreduce": 1} | ({"allgather": len(engine.optimizer)} if "zero" in layout else {})
+            assert within.counts == others | {"alltoall": 3 * (len(engine.optimizer) - 1)}
+            # The gradient and the weight to the owner, and the weight back: a rank keeps what it owns itself.
+            hidden = [one for name, one in engine.named_parameters() if name.startswith("blocks.") and one.ndim == 2]
+            shards = sum(4 * one.numel() for one in hidden) / world.size
+            given = [args[1].numel() for args in within.all_to_alls]
+            kept = [args[3][world.rank] for args in within.all_to_alls]
+            expected = 3 * (world.size - 1) / world.size * shards
+            assert sum(given) - sum(kept) == pytest.approx(expected, rel=0.1)
 
 
 # ----------------------------------------------------------------------------------------------------- the trial
@@ -432,11 +445,14 @@ def test_schedulers_of_several_optimizers_advance_together(several):
 
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path):
+    """Or of the same in another order."""
     with paramp.launch_from_torch():
-        model, *optimizers = linear()
-        engine_of(model, optimizer=optimizers).save(tmp_path / "saved")
-        model, first, _ = linear()
-        engine = engine_of(model, optimizer=[first, torch.optim.AdamW(model[1].parameters())])
-        message = r"got SGD \(1 groups\), AdamW \(1 groups\), expected the checkpoint's SGD \(1 groups\), SGD"
-        with pytest.raises(paramp.CheckpointError, match=message):
-            engine.load(tmp_path / "saved")
+        for number, saved in enumerate((torch.optim.SGD, torch.optim.AdamW)):
+            model, *_ = linear()
+            optimizers = [saved(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
+            engine_of(model, optimizer=optimizers).save(tmp_path / str(number))
+            model, first, _ = linear()
+            engine = engine_of(model, optimizer=[first, torch.optim.AdamW(model[1].parameters())])
+            expected = rf"expected the checkpoint's {saved.__name__} \(1 groups\), SGD"
+            with pytest.raises(paramp.CheckpointError, match=rf"got SGD \(1 groups\), AdamW \(1 groups\), {expected}"):
+                engine.load(tmp_path / str(number))

@@ -138,6 +138,17 @@ def test_what_is_computed_again(world):
             assert [index for index in range(4) if ran[index] == 2] == twice, (how, ran)
 
 
+def test_selective_checkpointing_keeps_attention():
+    """Its kernel, which a CPU uses without dropout."""
+    for how, expected in (("none", 4), ("full", 8), ("selective", 4)):
+        with paramp.launch_from_torch({"activation_checkpointing": how}):
+            engine, x = engine_of(small_gpt(), GPT.loss), torch.randn(2, 16, 32, requires_grad=True)
+            with Operators() as operators:
+                engine.module.blocks(x).sum().backward()
+        calls = [function.overloadpacket.__name__ for function, _ in operators.calls]
+        assert calls.count("_scaled_dot_product_flash_attention_for_cpu") == expected, how
+
+
 def peak(how):
     """The bytes of all that a forward and backward allocate and have not freed, at most."""
     with paramp.launch_from_torch({"activation_checkpointing": how}):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from beside_plain import assert_gradients, assert_weights, randn, seeded, train_
 from families import cases as chosen
 from families import family
 from matrix import PAGE, SCHEDULE_MODES, check_table, from_small_scale
+from pages import read
 from pool import World, on_ranks, run_on_ranks
 from reference import assert_follows, assert_strays, batches, small_gpt, train_engine
 from small_engines import engine_of, everywhere
@@ -126,6 +128,40 @@ def test_the_theoretical_bubble_is_that_of_torchs_order(name):
             assert simulated_bubble(order, config.num_stages) == pytest.approx(config.theoretical_bubble)
             checked += 1
     assert checked >= 12
+
+
+MICROBATCHES = {
+    "any number": lambda p, m: True,
+    "p or more": lambda p, m: m >= p,
+    "2 p or more": lambda p, m: m >= 2 * p,
+    "a multiple of the rounds": lambda p, m: m % max(1, m // p) == 0,
+}
+"""As the page says it."""
+
+
+def test_the_table_of_the_page_is_what_schedules_are():
+    lines = re.findall(r"^\| `(.*) \|$", read("docs/schedules.md"), re.MULTILINE)
+    rows = {row[0].split("`")[0]: row for row in (re.split(r" *\| *", line) for line in lines)}
+    assert list(rows) == list(SCHEDULES)
+    assert [name for name, row in rows.items() if "(the default)" in row[0]] == [pipeline_of(size=2).schedule]
+    for name, (_, stages, placement, allowed, bubble) in rows.items():
+        assert pipeline_of(size=3, schedule=name).num_local_stages == int(stages[0])
+        assert placement == ("V" if SCHEDULES[name].v_shaped else "loop" if stages[0] == "2" else "")
+        formula = re.sub(r"(?<=\w) (?=\w)", " * ", bubble)
+        for p, v, m in itertools.product((2, 3, 4), (1, 2, 3), range(1, 13)):
+            try:
+                config = pipeline_of(schedule=name, stages_per_rank=v, microbatches=m, size=p)
+            except paramp.ConfigError:
+                config = None
+            fits = v == int(stages[0]) or "as many as you set" in stages
+            assert (config is not None) == (fits and MICROBATCHES[allowed](p, m)), (name, p, v, m)
+            if config is not None and config.theoretical_bubble is not None:
+                assert config.theoretical_bubble == pytest.approx(eval(formula, {"p": p, "v": v, "m": m})), (
+                    name,
+                    p,
+                    v,
+                    m,
+                )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -328,6 +364,7 @@ def test_awkward_models_follow_plain_torch(world, build, split):
         with pipelined(model, schedule, microbatches=4, split=split) as engine:
             train_both(paramp.get_context(), engine, seeded(build), given)
             own = [name for name, _ in engine.named_parameters()]
+            assert own == [name for name, _ in engine.module.named_parameters()]
             assert len(set(own)) == len(own)
             assert set(own) <= names.keys()
             of_both = {names[name] for part in everywhere(own) for name in part}
