@@ -77,6 +77,7 @@ def test_a_resnet_equals_plain_torch(small_images):
     config = ResNetConfig(depths=(2, 1, 1), width=4, num_classes=5, small_images=small_images)
     model = unsettle(ResNet(config).double())
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    assert model.conv1.weight.shape[2:] == ((3, 3) if small_images else (7, 7))
     expected = resnet_by_hand(model.state_dict(), x, config.depths, small_images)
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
@@ -233,6 +234,18 @@ def test_training_in_every_layout_equals_plain_torch(world, kind, layout):
             assert cut == (["fc.weight"] if context.is_last_stage else [])
             assert next(iter(own)).startswith(model.pipeline_split(2)[0] if context.is_last_stage else "conv1")
         train_both(context, engine, in_two_parts(plain), given, F.cross_entropy, sgd, clip=1.0, atol=2e-5, rtol=1e-4)
+
+
+def test_a_batch_norm_sees_one_microbatch():
+    """In one process too. Another division of the images has another loss."""
+    plain, model, other = (unsettle(seeded(MODELS["resnet"])) for _ in range(3))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    x, y = randn(8, 2, 8, 8), torch.arange(8) % 5
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 1, "microbatches": 2}}}) as context:
+        engine = engine_of(model, model.loss, sgd)
+        train_both(context, engine, in_two_parts(plain), [(x, y)] * 3, F.cross_entropy, sgd, atol=2e-5, rtol=1e-4)
+    whole = F.cross_entropy(other(x), y).item()
+    assert F.cross_entropy(in_two_parts(other)(x), y).item() != pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["resnet", "vit"])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cut_batches import cut_batches
 from families import cases, family
+from pages import read
 from pool import on_ranks
 from small_engines import engine_of
 from torch import nn
@@ -207,6 +208,12 @@ def test_each_family_trains_as_in_one_process(world, name, kind):
             found += [float(engine.forward_backward(batch)), float(engine.step().grad_norm)]
             engine.zero_grad()
         assert found == pytest.approx(reference(name, kind), rel=1e-5)
+
+
+def test_the_page_names_these_families():
+    names = read("docs/models.md").partition("in one plain fp64 loop:\n")[2].partition(".\n")[0].replace("\n", " ")
+    shown = {name.removeprefix("the ").replace("'s ", " ") for name in names.split(", ")}
+    assert shown == {name for name in FAMILIES if name != "Gemma3 both ways"}
 
 
 @family

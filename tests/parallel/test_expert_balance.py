@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from counting import Collectives
 from families import family, rarely
 from pool import on_ranks
 from reference import SMALL_MOE, batches, settled, small_moe
@@ -110,6 +111,20 @@ def test_1f1b_balances_over_the_forwards_before_each_backward(world):
 def test_data_ranks_balance_over_all_of_their_accumulated_batches(world):
     for checkpointing in ("none", "full"):
         check_gradients([BUFFER, BUFFER], 2, parallel={"expert": 2}, activation_checkpointing=checkpointing)
+
+
+@on_ranks(2)
+def test_a_forward_adds_up_counts_by_one_all_reduce_a_layer(world):
+    x, y = next(batches(1))
+    with paramp.launch_from_torch({"parallel": {"data": 2}, "activation_checkpointing": "full"}) as context:
+        engine, counts = counting_engine()
+        with Collectives() as forward:
+            loss = engine.criterion(engine(own_part(context, x)[0]), own_part(context, y)[0])
+        assert (forward.counts, forward.elements) == ({"allreduce": 2}, [4, 4])
+        assert all(one.total.sum() == x.numel() * SMALL_MOE.experts_per_token for one in counts)
+        with Collectives() as backward:
+            engine.backward(loss)
+        assert 4 not in backward.elements
 
 
 # ------------------------------------------------------------------------------------------------- windows and copies

@@ -66,13 +66,13 @@ def test_tensor_ranks_break_ties_alike_and_what_breaks_them_otherwise_is_found(w
             model, chosen = layers(), []
             for layer in model:
                 torch.nn.init.zeros_(layer.router.weight)  # all scores are equal
-                layer.experts.register_forward_pre_hook(lambda _, args, chosen=chosen: chosen.append(args[1].tolist()))
+                layer.experts.register_forward_pre_hook(lambda _, args, chosen=chosen: chosen.append([*map(torch.Tensor.tolist, args)]))
             if apart and context.tp.rank == 1:
                 crowd(model, {*range(NUM_EXPERTS)}.difference(first))
             engine = engine_of(model, optimizer=sgd, plan=plan)
             engine.forward_backward(*own_part(context, tokens(), torch.zeros(16, WIDTH)))
             of_rank = everywhere((context.dp.rank, chosen))
-            first = chosen[0][0]
+            first = chosen[0][1][0]
             pairs = [[one for data, one in of_rank if data == rank] for rank in range(2)]
             assert [one == two for one, two in pairs] == [not apart] * 2
             assert engine.step().stepped

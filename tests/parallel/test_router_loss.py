@@ -259,11 +259,12 @@ def test_data_ranks_of_a_pipeline_may_have_batches_of_other_lengths(world, exper
         assert engine.step().grad_norm == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-6)
 
 
-def test_sums_of_routers_cross_stages_in_fp64():
+def test_sums_in_fp64_and_losses_cross_stages_in_their_dtype():
     hidden, sums = torch.randn(2, 3, requires_grad=True), torch.tensor([2.0**20 + 1.0, 1e-9]).double().requires_grad_()
-    described = StageOutput.describe((hidden, sums), torch.float16)
-    assert [meta.dtype for meta in described.metas(True)] == [torch.float16, torch.float64]
-    packed = described.pack((hidden, sums), torch.device("cpu"))
-    received, there = described.unpack(packed, torch.device("cpu"), torch.float16)
+    loss = torch.tensor(2.0**20 + 1.0, requires_grad=True)  # nor does fp16 hold it
+    described = StageOutput.describe((hidden, sums, loss), torch.float16)
+    assert [meta.dtype for meta in described.metas(True)] == [torch.float16, torch.float64, torch.float32]
+    packed = described.pack((hidden, sums, loss), torch.device("cpu"))
+    received, *there = described.unpack(packed, torch.device("cpu"), torch.float16)
     assert received.dtype == torch.float16
-    assert torch.equal(there, sums)
+    assert all(map(torch.equal, there, (sums, loss)))
