@@ -444,7 +444,7 @@ def test_lightnings_own_tests_of_precision(world):
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
         for mode, found in DTYPES.items():
-            scaled = paramp.Precision.parse(mode).scaling is not None
+            scaled = mode in ("16-mixed", "16-naive", "O2")
             plugin = TrainerPrecision({"mode": mode, "init_scale": 2.0**6} if scaled else mode)
             with plugin.module_init_context():
                 assert nn.Linear(2, 2).weight.dtype is plugin.mode.as_sharded.weights
@@ -455,6 +455,11 @@ def test_lightnings_own_tests_of_precision(world):
             trainer.test(model)
             trainer.predict(model, DataLoader(torch.randn(2, 32)))
             assert model.found == {found}
+            assert model.state_dict()["layer.weight"].dtype is found[2]  # of the masters, if there are any
+            if not scaled:
+                assert plugin.loss_scale == 1.0
+            elif mode != "16-naive":  # in which it falls from the second overflow on
+                assert plugin.loss_scale == 2.0**5
 
         trainer = lightning().Trainer(plugins=TrainerPrecision("16-mixed"), **options, gradient_clip_val=0.5)
         with mock.patch.object(trainer.precision_plugin.scaler, "step") as step:

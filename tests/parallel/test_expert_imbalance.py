@@ -66,7 +66,9 @@ def test_tensor_ranks_break_ties_alike_and_what_breaks_them_otherwise_is_found(w
             model, chosen = layers(), []
             for layer in model:
                 torch.nn.init.zeros_(layer.router.weight)  # all scores are equal
-                layer.experts.register_forward_pre_hook(lambda _, args, chosen=chosen: chosen.append([*map(torch.Tensor.tolist, args)]))
+                layer.experts.register_forward_pre_hook(
+                    lambda _, args, chosen=chosen: chosen.append([one.tolist() for one in args])
+                )
             if apart and context.tp.rank == 1:
                 crowd(model, {*range(NUM_EXPERTS)}.difference(first))
             engine = engine_of(model, optimizer=sgd, plan=plan)

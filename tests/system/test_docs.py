@@ -20,12 +20,12 @@ from commands import PYTHON, ROOT, TORCHRUN, run, succeeded
 from families import family, long, rarely
 from pages import blocks, outputs, read
 from pool import run_on_ranks
-from train_app.settings import configure
+from train_app.settings import DEFAULTS, configure
 
 import paramp
 from paramp.amp import AMP_TYPE
 from paramp.compat.apex import amp
-from paramp.config.files import load
+from paramp.config.files import load, merge
 from paramp.precision.modes import PRESETS
 
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
@@ -214,6 +214,7 @@ def test_pages_have_the_code_of_their_examples():
         for name in names:
             code = read(f"examples/{name}.py").partition('"""\n\n')[2]
             assert f"```python\n{code}```" in read(page)
+    assert len(read("examples/tutorial.py").splitlines()) <= 60
 
 
 def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, monkeypatch):
@@ -306,6 +307,35 @@ def test_the_command_of_megatrons_page_means_what_theirs_does():
     assert (layout.tensor.size, layout.pipeline.size, layout.sequence_parallel) == (2, 2, True)
     assert (config.precision.name, layout.pipeline.microbatches) == ("16-naive", 16 // 4)
     assert (train.batch_size, train.seq_len, train.steps, config.clip_grad_norm) == (16, 64, 20, 1.0)
+
+
+FLAGS_OF_MEGATRONS_PAGE = {
+    "--tp 2": {"parallel": {"tensor": 2}},
+    "--pp 2": {"parallel": {"pipeline": 2}},
+    "--pp 2 --schedule interleaved-1f1b --stages-per-rank 2": {
+        "parallel": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}}
+    },
+    "--tp 2 --sequence-parallel": {"parallel": {"tensor": 2, "sequence_parallel": True}},
+    "--zero 1": {"parallel": {"zero": 1}},
+    "--fsdp 4": {"parallel": {"data": {"shard": 4}}},
+    "--precision 16-naive": {"precision": "16-naive"},
+    "--precision bf16-naive": {"precision": "bf16-naive"},
+    "--precision 16-naive --init-scale 64 --set precision.hysteresis=3": {
+        "precision": {"mode": "16-naive", "init_scale": 64.0, "hysteresis": 3}
+    },
+    "--precision bf16-naive --set grad_dtype=float32": {"precision": "bf16-naive", "grad_dtype": "float32"},
+    "--pp 2 --microbatches 4": {"parallel": {"pipeline": {"size": 2, "microbatches": 4}}},
+    "--activation-checkpointing full": {"activation_checkpointing": "full"},
+    "--clip-grad-norm 0.5 --seed 7": {"clip_grad_norm": 0.5, "seed": 7},
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS_OF_MEGATRONS_PAGE)
+def test_flags_beside_those_of_megatron_give_the_configuration_between_them(flags):
+    own = configure(shlex.split(flags))[0]
+    expected = load(merge(DEFAULTS, FLAGS_OF_MEGATRONS_PAGE[flags]))
+    assert own == expected
+    assert own != configure([])[0]
 
 
 def test_the_index_lists_every_page_and_the_reference_every_public_name():
