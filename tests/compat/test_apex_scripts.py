@@ -3,8 +3,10 @@
 The references are plain torch loops in fp32, over the samples of all ranks in one process.
 """
 
+import inspect
 import io
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -172,5 +174,28 @@ def test_arguments_of_apexs_ddp_that_torch_has_not_are_refused(world):
     for name, value in (("gradient_average", False), ("allreduce_always_fp32", True)):
         with pytest.raises(ValueError, match=f"{name}: got {value}"):
             DistributedDataParallel(classifier(), **{name: value})
-    model = DistributedDataParallel(classifier(), 10_000_000, find_unused_parameters=True)
-    assert isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+WITHOUT_EFFECT = {"message_size": 1, "delay_allreduce": True, "shared_param": False, "allreduce_trigger_params": []}
+WITHOUT_EFFECT |= {"retain_allreduce_buffers": True, "num_allreduce_streams": 2, "allreduce_communicators": []}
+WITHOUT_EFFECT |= {"gradient_predivide_factor": 2.0}
+
+
+@on_ranks(2)
+def test_apexs_other_arguments_of_ddp_have_no_effect_and_unused_parameters_need_torchs(world):
+    own = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "options"}
+    assert own == WITHOUT_EFFECT.keys() | {"gradient_average", "allreduce_always_fp32"}
+    x, gradients = samples(8).tensors[0].chunk(2)[world.rank], []
+    for wrap in (nn.parallel.DistributedDataParallel, partial(DistributedDataParallel, **WITHOUT_EFFECT)):
+        model = wrap(classifier())
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        model(x).square().mean().backward()
+        gradients.append([one.grad for one in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    for find in (False, True):
+        model = classifier()
+        model[0].unused = nn.Linear(2, 2)
+        model = DistributedDataParallel(model, find_unused_parameters=find)
+        model(x).sum().backward()
+        with nullcontext() if find else pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+            model(x)

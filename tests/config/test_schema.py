@@ -48,7 +48,7 @@ def test_a_configuration_of_colossalai_is_accepted():
     # The document's defaults.
     assert scaling(config.precision, *LIMITS, *MOVES) == (2.0**32, 1, 2.0**32, 2, 0.5, 1000, 2)
     named = load({"precision": AMP_TYPE.NAIVE}).precision
-    assert scaling(named, "init_scale", "growth_interval") == (2.0**16, 1000)
+    assert scaling(named, "init_scale", "growth_interval", "hysteresis") == (2.0**16, 1000, 2)
     options = {"log_num_zeros_in_grad": True, "initial_scale": 8}
     precision = load({"fp16": {"mode": AMP_TYPE.NAIVE, **options}}).precision
     assert (precision.log_num_zeros, precision.scaling.init_scale) == (True, 8)

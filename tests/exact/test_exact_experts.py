@@ -9,7 +9,7 @@ from exact_training import EXPERT_LAYOUTS, Part, assert_same_bits, reference, tr
 from families import SEED, WHOLE, cases, family, number
 from mixtures import FAMILIES
 from pool import on_ranks
-from small_engines import engine_of, own_part
+from small_engines import engine_of, everywhere, own_part
 from small_mixture import NUM_EXPERTS, PLAN, WIDTH, StackedExperts, layers, tokens
 from torch import nn
 
@@ -84,6 +84,61 @@ def test_it_trains_as_plain_torch_does(world):
         found = engine.full_state_dict()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_tensor_ranks_have_whole_experts_and_compute_the_same(world):
+    """Each expert's rows in one call, as in one process."""
+    rows = []
+
+    class Watched(StackedExperts):
+        def forward(self, hidden, index, weights):
+            output = super().forward(hidden, index, weights)
+            rows.append((hidden.detach(), output.detach()))
+            return output
+
+    def with_watched_experts():
+        model = layers()
+        for layer in model:
+            layer.experts.__class__ = Watched
+        return model
+
+    found, plan = [], PLAN | {"*.up": "colwise", "*.down": "rowwise"}
+    for parallel in ({"tensor": 2}, {"data": 2}):
+        with paramp.launch_from_torch({"reproducible": True, "parallel": parallel}):
+            engine = engine_of(with_watched_experts(), plan=plan)
+            rows.clear()
+            engine.forward_backward(tokens(4), torch.zeros(4, WIDTH))
+            found.append([*rows])
+            weight = engine.module[0].experts.weight
+            assert (type(weight), tuple(weight.shape)) == (nn.Parameter, (NUM_EXPERTS, WIDTH, WIDTH))
+    assert len(found[0]) > 8
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    digests = everywhere([float(output.double().sum()) for _, output in found[0]])
+    assert digests[0] == digests[1]
+
+
+class Chosen(nn.Module):
+    """Four experts that multiply with a number each, all chosen for each token, in an order of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = StackedExperts()
+        factors = torch.tensor([1e8, 1.0, -1e8, 1.0])
+        self.experts.weight.data = torch.eye(WIDTH) * factors[:, None, None]
+
+    def forward(self, x):
+        return self.experts(x, torch.tensor([[2, 0, 3, 1]]).expand(len(x), -1), torch.ones(len(x), 4))
+
+
+@on_ranks(2)
+def test_what_experts_return_is_added_in_the_order_of_the_experts(world):
+    outputs = []
+    with paramp.launch_from_torch({"reproducible": True, "parallel": {"expert": 2}}):
+        engine = engine_of(nn.Sequential(Chosen()), lambda output, _: outputs.append(output) or output.sum(), plan=PLAN)
+        engine.forward_backward(torch.ones(2, WIDTH), torch.ones(2, 1))
+    assert all(output.eq(1.0).all() for output in outputs)  # in a tree 0, and of the choice -1e8 + 1e8 + 1 + 1 = 2
+    assert len(outputs) == 2
 
 
 def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():

@@ -20,11 +20,12 @@ from exact_tasks import (
 from exact_training import CONTEXT_EXPERT_LAYOUTS, CONTEXT_LAYOUTS, Part, assert_same_bits, reference, trained
 from families import cases, family, number, rarely
 from mixtures import build as build_mixture
-from pool import on_ranks
+from pool import on_ranks, run_on_ranks
 from small_engines import engine_of
 from small_mixture import StackedExperts
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
 from paramp.config.files import load
@@ -115,6 +116,16 @@ def balance_slices(model):
         block.mlp.router.forward = partial(forward, block.mlp.router)
 
 
+def all_labelled(batches):
+    """As ``batches``, with labels of padding too: a query that sees no key has a loss."""
+
+    def labelled_padding(call):
+        (batch,) = batches(call)
+        return ({**batch, "labels": batch["input_ids"]},)
+
+    return labelled_padding
+
+
 def nothing(model):
     """Leave the model as it is."""
 
@@ -122,7 +133,7 @@ def nothing(model):
 PLAIN = {
     "gpt": (partial(SMALL, dropout=0.0), tokens(), next_token, None, nothing),
     "llama": (LLAMA, labelled, None, None, nothing),
-    "llama, padded": (LLAMA, padded, None, None, nothing),
+    "llama, padded": (LLAMA, all_labelled(padded), None, None, nothing),
     "gemma2": (GEMMA2, labelled, None, {}, nothing),
     "mixtures": (partial(mixtures, dropout=0.0, balance_weight=1.0), tokens(), MoEGPT.loss, None, balance_slices),
     "DeepSeek-V3": (partial(build_mixture, "DeepSeek-V3", "eager", 4), of_60_tokens(labelled), None, None, nothing),
@@ -206,6 +217,33 @@ def test_a_module_computes_as_many_consecutive_slices(world, slices, expected):
         engine.zero_grad()
         engine.forward_backward(tokens, tokens)
         assert reading.read == [[one] for one in expected]
+
+
+def shapes_of_attention(world):
+    """Of the query, the key and the value in each call of torch's that this rank makes in a forward."""
+    shapes = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "scaled_dot_product" in function.name() and "backward" not in function.name():
+                shapes.append([tuple(one.shape) for one in args[:3]])
+            return function(*args, **(kwargs or {}))
+
+    how = {"slices": 2, "sequence_slices": 4}
+    with paramp.launch_from_torch({"reproducible": how, "parallel": {"context": world.size}}):
+        engine = engine_of(SMALL(dropout=0.0), next_token)
+        engine.forward_backward(*tokens(1)(0))  # the first batch is tried on whole sequences too
+        engine.zero_grad()
+        with Watching():
+            engine.forward_backward(*tokens(1)(0))
+    return shapes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_is_one_call_for_a_slice_of_queries_and_a_head_with_all_keys(ranks):
+    """Of a sample of 16 tokens in 4 slices: in each of two blocks, for each of four heads."""
+    found = run_on_ranks(ranks, __name__, "shapes_of_attention", {})
+    assert found == [[[(1, 1, 4, 8), (1, 1, 16, 8), (1, 1, 16, 8)]] * (2 * 4 * 4 // ranks)] * ranks
 
 
 class Dropping(nn.LayerNorm):
@@ -358,6 +396,7 @@ def test_an_output_of_the_last_token_is_refused_as_it_is_another_one_on_each_ran
         ({"context": 2}, 1, "parallel.context.size: got 2, expected a power of two, at most .*sequence_slices 1"),
         ({"context": 3}, 4, "parallel.context.size: got 3, expected a power of two"),
         ({"context": {"size": 2, "method": "ring"}}, 4, "parallel.context.method: got 'ring', expected auto or all-ga"),
+        ({"context": {"size": 2, "method": "ulysses"}}, 4, "parallel.context.method: got 'ulysses', expected auto or "),
         ({"tensor": 2, "sequence_parallel": True}, 4, "parallel.sequence_parallel: got True, expected False"),
         ({}, 3, "sequence_slices: got 3, expected a power of two"),
     ],

@@ -1,5 +1,6 @@
 """Slices of layers: how they are cut, joined and added up. ``system/test_reproducible`` trains models of them."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -71,6 +72,38 @@ def test_norms_have_the_same_bits_whether_ranks_have_slices_of_the_sequence_or_a
             found.append({name: value for name, value in state.items() if "norm" in name})
     assert len(found[0]) > 2
     assert_same_tensors(*found)
+
+
+@on_ranks(2)
+def test_a_sequence_that_slices_do_not_divide_is_refused_where_ranks_have_parts_of_it(world):
+    """Elsewhere a norm is computed whole."""
+    for tensor in ({"sequence_parallel": True}, {}):
+        refused = pytest.raises(paramp.ConfigError, match=r"sequence of 14: expected a multiple of .* 4")
+        with paramp.launch_from_torch({"reproducible": {"slices": 4}, "parallel": {"tensor": 2} | tensor}):
+            model = small_gpt(num_layers=1)
+            engine = engine_of(model, model.loss)
+            with refused if tensor else contextlib.nullcontext():
+                assert train_step(engine, *next(batches(1, 2, length=14))).stepped
+
+
+def test_the_loss_is_added_up_in_fp64():
+    with paramp.launch_from_torch({"reproducible": True}):
+        engine = engine_of(nn.Linear(1, 1), lambda output, target: (0 * output + target).mean())
+        given = torch.tensor([[2.0**25], [1.0], [1.0], [0.0]])
+        assert train_step(engine, torch.ones(4, 1), given).loss == (2.0**25 + 2) / 4  # in fp32 each 1 would be lost
+
+
+def test_the_gradient_of_an_embedding_adds_the_tokens_of_a_chunk_in_their_order():
+    """Not in a tree, which would give 0."""
+    terms = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    with paramp.launch_from_torch({"reproducible": True}):
+        table = nn.Embedding(2, 1)
+        nn.init.zeros_(table.weight)
+        engine = engine_of(
+            table, lambda output, target: (output[..., 0] * target).sum(), partial(torch.optim.SGD, lr=1.0)
+        )
+        assert train_step(engine, torch.zeros(1, 4, dtype=torch.int64), terms[None]).stepped
+        assert engine.full_state_dict()["weight"].tolist() == [[-1.0], [0.0]]
 
 
 class Two(nn.Module):

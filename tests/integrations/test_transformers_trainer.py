@@ -12,6 +12,7 @@ from families import cases, family
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import whole
 from small_engines import everywhere
+from torch import nn
 from torch.nn import functional as F
 from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, code_of, difference_of, quiet
 from trainer_runs import ROUNDING as ROUNDINGS
@@ -191,6 +192,7 @@ def test_the_trainer_trains_as_plain_torch(world):
     check_layout(world, "ddp")
     check_layout(world, "tp")
     scaled_clip(world, "tp")
+    stock_sharding(world)
 
 
 TWO = [layout for layout in LAYOUTS if layout != "fsdp-tp"]
@@ -228,6 +230,18 @@ def scaled_clip(world, layout):
         forget()
 
 
+def stock_sharding(world):
+    """On CPUs transformers' own trainer trains with DDP where FSDP2 is asked for, and refuses tensor parallelism."""
+    stock, _ = hosts()
+    trainer = trainer_of(stock, world, shared_folder(), "fsdp", "fp32", max_steps=1)
+    train(trainer)
+    assert type(trainer.model_wrapped) is nn.parallel.DistributedDataParallel
+    forget()
+    with pytest.raises(ValueError, match=r"ParallelismConfig is only compatible .*MULTI_CPU"):
+        trainer_of(stock, world, shared_folder(), "tp", "fp32")
+    forget()
+
+
 # ------------------------------------------------------------------------------------- checkpoints and evaluation
 
 
@@ -246,6 +260,8 @@ def test_a_resumed_run_has_the_scale_and_the_count_of_skipped_steps(world, layou
     logs = train(trainer)
     ended = trainer.accelerator.scaler.state_dict()
     assert (ended["scale"], ended["_growth_tracker"]) == (SCALE / 2, STEPS - OVERFLOWS - 1)
+    assert (checkpoint / "skipped_steps.txt").read_text() == "1\n"
+    assert torch.load(checkpoint / "scaler.pt").keys() >= torch.amp.GradScaler("cpu").state_dict().keys()
     forget()
     resumed = start()
     assert train(resumed, resume_from_checkpoint=str(checkpoint)) == logs
@@ -281,11 +297,16 @@ def one_process(host, folder, precision="fp16", model=None, **options):
 
 def test_stock_trainer_ignores_fp16_on_a_cpu_and_takes_infinite_gradients(tmp_path, alone):
     stock, host = hosts()
-    trainer = one_process(stock, tmp_path)
-    logs = train(trainer)
-    assert trainer.accelerator.scaler is None
-    assert logs[-1]["loss"] != pytest.approx(reference()[0][-1], rel=0.01)
-    assert not all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    for precision in ("fp16", "bf16"):
+        trainer = one_process(stock, tmp_path, precision)
+        logs = train(trainer)
+        assert trainer.accelerator.scaler is None
+        assert logs[-1]["loss"] != pytest.approx(reference()[0][-1], rel=0.01)
+        if precision == "fp16":  # trained in fp32
+            exact = pytest.approx(reference()[0][:OVERFLOWS], rel=UNITS * ROUNDING["fp32"])
+            assert log_of(logs, "loss")[:OVERFLOWS] == exact
+        assert not all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+        forget()
     trainer = one_process(host, tmp_path)
     check_training(trainer, train(trainer))
 

@@ -195,6 +195,22 @@ def test_an_edit_that_nothing_has_found_yet_is_in_the_state_and_in_a_checkpoint(
         assert engine.full_state_dict()["weight"].equal(expected)
 
 
+@pytest.mark.parametrize("how", ["load_state_dict", "engine.load"])
+def test_what_is_loaded_is_in_the_masters_at_once(tmp_path, how):
+    with paramp.launch_from_torch(HALF):
+        engine = linear()
+        step(engine)
+        expected = engine.full_state_dict()["weight"].clone()
+        if how == "load_state_dict":
+            engine.module.load_state_dict({"weight": expected.fill_(0.375)})
+        else:
+            engine.save(tmp_path / "saved")
+            step(engine)
+            engine.load(tmp_path / "saved")
+        (master,) = engine.optimizer.param_groups[0]["params"]
+        assert master.view(-1).equal(expected.view(-1))
+
+
 def test_not_a_number_is_no_change():
     """Its bits differ between conversions."""
     with paramp.launch_from_torch(HALF):
@@ -299,13 +315,15 @@ def test_what_one_rank_has_found_every_rank_follows(world):
         engine = engine_on("tensor")
         step_on(engine)
         linear, norm = engine.module
-        norm.weight.data[0] = 0.375  # of the row that the last step has seen
         if world.rank == 0:
             linear.weight.to_local().data.fill_(0.25)
-        with warned() as found:
-            step_on(engine)
-        assert found == ["'0.weight'" if world.rank == 0 else "a weight of another rank"]
-        assert abs(engine.full_state_dict()["1.weight"][0].item() - 0.375) < 0.01
+        for value in (0.375, -0.25):  # in the first step, and in those after it
+            norm.weight.data[0] = value  # of a row that the step does not sample
+            with warned() as found:
+                step_on(engine)
+            of_rank = "'0.weight'" if world.rank == 0 else "a weight of another rank"
+            assert found == ([of_rank] if value > 0 else [])
+            assert abs(engine.full_state_dict()["1.weight"][0].item() - value) < 0.01
         assert engine.check_replicas() == []
 
 

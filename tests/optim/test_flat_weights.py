@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import plain_step
 from counting import Operators
-from pages import functions_of
+from pages import functions_of, read
 from pool import on_ranks
 from reference import assert_trained, local
 from small_engines import assert_same_tensors, each_raises, engine_of, sgd, train_step
@@ -179,6 +180,7 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
         assert by_memory(engine.named_parameters()) == [[f"{index}.bias", f"{index}.weight"] for index in range(4)]
 
 
+@pytest.mark.real_sizes
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -188,29 +190,49 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
     ],
 )
 def test_temporaries_of_a_step_are_blocks(mode, options):
+    """Of up to 4 MiB on a CPU; those of fp32 on a GPU are of up to 256 MiB, as computed."""
+    assert 4 * loop_block_sizes.STEP_BLOCK["cuda"] == 256 * 2**20
     precision = {"mode": mode} | options
     with paramp.launch_from_torch({"precision": precision, "clip_grad_norm": 1.0}):
-        engine = engine_of(nn.Linear(2**16, 1, bias=False), optimizer=adamw)
-        engine.forward_backward(torch.ones(1, 2**16), torch.ones(1, 1))
+        engine = engine_of(nn.Linear(2**22, 1, bias=False), optimizer=adamw)
+        engine.forward_backward(torch.ones(1, 2**22), torch.ones(1, 1))
         known = {one.untyped_storage().data_ptr() for one in held_by(engine)}
         with Operators() as operators:
             assert engine.step().stepped
     made = [one for one in tree_leaves([found for _, found in operators.calls]) if torch.is_tensor(one)]
     made = [one.untyped_storage() for one in made]
     largest = max(one.nbytes() for one in made if one.data_ptr() not in known)
-    assert 0 < largest <= 2**16  # a half-precision copy of the whole would have twice as many bytes
+    assert 0 < largest <= 4 * 2**20  # a half-precision copy of the whole would have twice as many bytes
 
 
 def held_by(engine):
     """Its weights, gradients, masters and state."""
-    held = [value for state in engine.optimizer.state.values() for value in state.values()]
-    held += [value for group in engine.optimizer.param_groups for value in group["params"]]
-    held += [value for _, parameter in engine.named_parameters() for value in (parameter, parameter.grad)]
-    held += [stored for buffer in engine._weights.buffers for stored in buffer.masters.state]
-    return [local(value) for value in held]
+    return [one for kind in kinds_held_by(engine) for one in kind]
+
+
+def kinds_held_by(engine):
+    """Its weights; gradients; masters, which may be the weights; and its optimizer's state."""
+    parameters = [parameter for _, parameter in engine.named_parameters()]
+    masters = [value for group in engine.optimizer.param_groups for value in group["params"]]
+    masters += [stored for buffer in engine._weights.buffers for stored in buffer.masters.state]
+    state = [value for state in engine.optimizer.state.values() for value in state.values()]
+    kinds = (parameters, [one.grad for one in parameters], masters, state)
+    return [[local(one) for one in kind] for kind in kinds]
 
 
 BY_PAGE = functions_of("docs/memory.md")["bytes_a_parameter"]
+
+
+def table_of_page():
+    """By mode: bytes of weight, gradient, master, state, their sum, and the sum with the state in bf16."""
+    lines = read("docs/memory.md").partition("| mode | weight |")[2].partition("\n\n")[0].splitlines()[2:]
+    return {
+        mode: [float(cell) if cell.isdigit() else 0.0 for cell in cells]  # none, or refused
+        for modes, *cells in ([cell.strip() for cell in line.strip("| ").split("|")] for line in lines)
+        for mode in re.findall(r"`([\w-]+)`", modes) or ["remainder"]
+    }
+
+
 LIKE = {"32-true": "32-true", "64-true": "64-true"}
 LIKE |= dict.fromkeys(("16-mixed", "bf16-mixed", "fp8-mixed"), "mixed")
 LIKE |= dict.fromkeys(("16-naive", "bf16-naive", "O2"), "naive")
@@ -221,13 +243,18 @@ LIKE |= dict.fromkeys(("16-true", "bf16-true", "O3", "transformer-engine", "tran
 @pytest.mark.real_sizes
 @pytest.mark.parametrize("mode", LIKE)
 def test_bytes_a_parameter(mode):
-    """Those that docs/memory.md computes."""
-    assert LIKE.keys() == PRESETS.keys()
+    """Those that docs/memory.md computes and has in its table."""
+    table = table_of_page()
+    assert LIKE.keys() == PRESETS.keys() == table.keys() - {"remainder"}
     for state in ("full", "bf16")[: 1 + (mode != "64-true")]:
         for remainder in (False, True)[: 1 + (LIKE[mode] == "naive")]:
             config = {"precision": mode, "optimizer_state": state} | ({"masters": "remainder"} if remainder else {})
             expected = BY_PAGE(LIKE[mode], bf16_state=state == "bf16", remainder=remainder)
-            assert bytes_a_parameter(config) == pytest.approx(expected, rel=0.02)
+            *kinds, full, with_bf16 = table["remainder" if remainder else mode]
+            assert expected == (full if state == "full" else with_bf16)
+            found = bytes_by_kind(config)
+            assert sum(found) == pytest.approx(expected, rel=0.02)
+            assert state == "bf16" or found == pytest.approx(kinds, rel=0.02, abs=0.02)
 
 
 @pytest.mark.real_sizes
@@ -247,14 +274,22 @@ def test_bytes_a_parameter_of_parts(world):
 
 
 def bytes_a_parameter(config, plan=None):
+    return sum(bytes_by_kind(config, plan))
+
+
+def bytes_by_kind(config, plan=None):
     """Of all that this rank holds after a step with AdamW, each storage once, over the whole model's parameters."""
     with paramp.launch_from_torch(config):
         model = nn.Sequential(nn.Linear(320, 512), nn.Linear(512, 320))  # multiples of 16, for float8
         count = sum(parameter.numel() for parameter in model.parameters())
         engine = engine_of(model, optimizer=adamw, plan=plan)
         train_step(engine, torch.ones(2, 320))
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held_by(engine)}
-        return sum(storages.values()) / count
+        seen, found = set(), []
+        for kind in kinds_held_by(engine):
+            storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kind}
+            found.append(sum(size for pointer, size in storages.items() if pointer not in seen) / count)
+            seen |= storages.keys()
+        return found
 
 
 # ------------------------------------------------------------------------------------- what the user does besides

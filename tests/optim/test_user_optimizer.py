@@ -1,6 +1,7 @@
 """The user's optimizer in an engine: what trainers call on it."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from families import cases, family
 from pool import on_ranks
 from reference import assert_trained, batches, plain_fp32_training, small_gpt
 from small_engines import engine_of, everywhere, own_part, sgd, train_step
+from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -85,6 +87,7 @@ LAYOUTS = {
     "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
     "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
     "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": 2},
+    "cp2·tp2": {"context": 2, "tensor": 2},
 }
 PART = ["dp2·tp2 + zero1", "fsdp2·pp2"]
 
@@ -95,7 +98,7 @@ PART = ["dp2·tp2 + zero1", "fsdp2·pp2"]
 def test_torchs_steps_get_plain_local_tensors_in_every_layout(world, layout):
     """Such as foreach=True and fused=True need; and every rank has the whole model of the masters, in fp32."""
     expected = plain_fp32_training(3, num_layers=2)[1]
-    for option, precision in (("foreach", "32-true"), ("fused", "32-true"), ("foreach", "16-naive")):
+    for option, precision in itertools.product(("foreach", "fused"), ("32-true", "16-naive")):
         mode = {"mode": "16-naive", "init_scale": 1024.0} if precision == "16-naive" else precision
         config = {"parallel": LAYOUTS[layout], "precision": mode, "clip_grad_norm": 1.0}
         with paramp.launch_from_torch(config) as context:
@@ -114,3 +117,16 @@ def test_torchs_steps_get_plain_local_tensors_in_every_layout(world, layout):
                 assert any((value.half().float() != value).any() for value in state.values())
             sums = everywhere({name: value.double().sum().item() for name, value in state.items()})
             assert all(one == sums[0] for one in sums)
+
+
+@on_ranks(2)
+def test_torchs_steps_get_plain_local_tensors_of_experts_too(world):
+    for option in ("foreach", "fused"):
+        with paramp.launch_from_torch({"parallel": {"expert": 2}}) as context:
+            make = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-4, **{option: True})
+            engine = engine_of(layers(), optimizer=make, plan=PLAN)
+            assert not any(
+                isinstance(one, DTensor) for group in engine.optimizer.param_groups for one in group["params"]
+            )
+            given = [(tokens(seed=step), torch.zeros(16, WIDTH)) for step in range(3)]
+            train_both(context, engine, layers(), given, optimizer=make, atol=1e-5)

@@ -1,5 +1,6 @@
 """Activation checkpointing: the same bits as without it, and what is computed again."""
 
+import itertools
 import re
 from collections import Counter
 
@@ -9,10 +10,11 @@ from beside_plain import adamw, benchmarks_common
 from commands import ROOT
 from counting import Operators
 from families import SEED, WHOLE, family, number, rarely
-from pages import functions_of
+from pages import functions_of, read
 from pool import on_ranks
 from reference import batches, local, small_gpt
 from small_engines import engine_of
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import paramp
 from paramp.models import GPT
@@ -66,7 +68,8 @@ def kept_bytes(precision, parallel, how, num_layers, vocab_size=128):
         kept = {}
 
         def keep(tensor):
-            storage = local(tensor).untyped_storage()
+            own = local(tensor)
+            storage = (own.wait() if isinstance(own, AsyncCollectiveTensor) else own).untyped_storage()
             kept[storage.data_ptr()] = storage
             return tensor
 
@@ -87,6 +90,8 @@ KEPT = [
     ("bf16-naive", "naive", SPLIT, "none"),
     ("bf16-naive", "naive", SPLIT, "full"),
     ("bf16-true", "true", {"tensor": 2}, "none"),
+    ("transformer-engine", "true", {}, "none"),
+    ("transformer-engine", "true", SPLIT, "none"),
     ("32-true", "32-true", SPLIT, "none"),
     ("32-true", "32-true", SPLIT, "full"),
     ("16-mixed", "mixed", {}, "full"),
@@ -105,10 +110,27 @@ def test_bytes_that_a_block_keeps(world, mode, name, parallel, how):
     assert (three - two - casts) / TOKENS == pytest.approx(expected, rel=0.02)
 
 
+def test_the_pages_table_is_what_its_function_computes():
+    by_page = functions_of("docs/memory.md")["bytes_a_token"]
+    lines = read("docs/memory.md").partition("| mode | a block keeps |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    for names, (_, *cells) in zip((["32-true"], ["mixed"], ["naive", "true"]), rows, strict=True):
+        whole, split, full = cells
+        full, _, full_split = full.partition("; with sequence parallelism ")
+        for name, tensor in itertools.product(names, (1, 2, 4)):
+            for cell, sequence, again in ((whole, 0, 0), (split, 1, 0), (full, 0, 1), (full_split, 1, 1)):
+                options = {"tensor": tensor, "sequence_parallel": sequence, "checkpointed": again}
+                assert by_page(name, 1, **options) == eval(cell, {"t": tensor}), (name, cell)
+                assert name != "32-true" or by_page("64-true", 1, **options) == 2 * by_page(name, 1, **options)
+
+
 @on_ranks(2)
 def test_bytes_that_logits_keep(world):
-    small, large = (kept_bytes("bf16-naive", {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
-    assert large - small == 4 * (1024 - 128) / 2 * TOKENS  # bytes, entries of a rank, tokens
+    for mode in ("bf16-naive", "32-true", "16-mixed", "64-true"):
+        small, large = (kept_bytes(mode, {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
+        casts = 2 * (1024 - 128) / 2 * WIDTH * (mode == "16-mixed")  # of the weight
+        # Bytes, entries of a rank, tokens.
+        assert large - small - casts == (8 if mode == "64-true" else 4) * (1024 - 128) / 2 * TOKENS, mode
 
 
 AGAIN = {

@@ -12,6 +12,8 @@ from gpu_cells import ALL_LAYOUTS, DOCUMENTED, FEATURES, PART, ROOT, Cell, Runs,
 from matrix import MODES
 
 pytestmark = on_fake_device
+INSIDE = {feature for feature, added in FEATURES.items() if added.get("program", "scaler") != "scaler"}
+"""Those that train inside Fabric, Accelerate or a trainer."""
 CELLS = cases("gpu ways", every() if WHOLE or SEED else PART, PART, 4)
 
 
@@ -29,6 +31,12 @@ def runs(request):
 def test_the_host_waits_for_nothing_in_a_step(cell, runs):
     found = problems(runs[cell])
     assert not found, "\n".join(found)
+    if cell.feature not in INSIDE:
+        return
+    for rank, of_rank in runs[cell].items():  # it asks there whether the step was made
+        assert any("DistributedGradScaler.has_overflowed" in line for _, lines in of_rank["waits"] for line in lines), (
+            rank
+        )
 
 
 def test_every_mode_has_every_feature_that_it_can_have():

@@ -16,6 +16,7 @@ from torch import nn
 import paramp
 from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.config.reproducible import MODES
+from paramp.precision.modes import PRESETS
 
 SKIPPED = {"16-mixed": 3, "16-naive": 3}
 """The least steps of the GPT that overflow."""
@@ -242,7 +243,7 @@ def samples_of_forwards(world, layout):
     return {*counts}
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["1", "dp2", "tp2", "pp2", "fsdp2", "dp2 + zero1", "dp2·tp2"])
 def test_a_forward_has_the_samples_of_a_chunk(layout):
     ranks = LAYOUTS[layout][0]
     assert run_on_ranks(ranks, __name__, "samples_of_forwards", {"layout": layout}) == [{2}] * ranks
@@ -319,10 +320,7 @@ def adamw(**options):
 
 
 REFUSED = {
-    **{
-        mode: (1, config(precision=mode), [f"precision: got {mode!r}", "16-mixed"])
-        for mode in ("O2", "O3", "fp8-mixed", "16-true", "bf16-true", "64-true")
-    },
+    **{mode: (1, config(precision=mode), [f"precision: got {mode!r}", "16-mixed"]) for mode in PRESETS.keys() - MODES},
     "compile": (1, config(compile=True), ["compile: got True, expected False"]),
     "slices": (1, config(reproducible={"slices": 6}), ["slices: got 6, expected a power of two"]),
     "tp3": (3, config({"tensor": 3}), ["parallel.tensor.size: got 3, expected a power of two"]),
