@@ -15,6 +15,7 @@ from pool import on_ranks, shared_folder
 from reference import batches
 from small_engines import assert_same_tensors, each_raises, engine_of, gpt_engine, train_step
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paramp
@@ -42,14 +43,18 @@ def train(engine, *seeds):
 
 @on_ranks(2, cuda=True)
 def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_for(world):
-    """And leaving the context waits for what is being saved."""
+    """And leaving the context waits for what is being saved. torch's distributed checkpoints save and load it."""
     held, write = threading.Event(), sharded_save.write
 
     def slow_write(*arguments):
         assert held.wait(60)
         write(*arguments)
 
-    with paramp.launch_from_torch({"precision": "16-naive"}):
+    with (
+        paramp.launch_from_torch({"precision": "16-naive"}),
+        mock.patch.object(state_dict_saver, "save", wraps=state_dict_saver.save) as torchs_save,
+        mock.patch.object(state_dict_loader, "load", wraps=state_dict_loader.load) as torchs_load,
+    ):
         folder = shared_folder()
         engine = train(engine_with(), 0)
         with mock.patch.object(sharded_save, "write", slow_write):
@@ -63,6 +68,8 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         other = engine_with(1)
         other.load(folder / "saved")
         assert_same_tensors(other.full_state_dict(), expected)
+        assert torchs_save.called
+        assert torchs_load.called
         other.save(folder / "last", wait=False)
     assert problems(folder / "last") == []
 

@@ -45,6 +45,7 @@ def test_each_rank_asks_the_store_as_often_in_a_world_of_4096_as_in_one_of_8(ran
         assert agree(store, "name", f"value {rank}", rank, size, lambda values: values[-1]) == f"value {size - 1}"
         counts.append(store.counts)
     assert counts[0] == counts[1]
+    assert counts[0]["multi_get"] == (rank == 0)  # which alone reads what others wrote
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -377,3 +377,7 @@ def test_ranks_that_were_given_different_things_raise_on_every_rank(world):
             message = r"rank 0 has param_groups.0.*'params'\] = .*0.bias.*, but rank 1 param_groups.0.*'params'"
             with pytest.raises(paramp.ConfigError, match=message):
                 engine_of(two_layers(), optimizer=lambda weights: sgd([*weights][world.rank :]))
+            engine = engine_of(model := two_layers(), plan={})
+            with pytest.raises(paramp.ConfigError, match=r"'\d\.weight' is trained by an engine already"):
+                engine_of(model, plan={})
+            assert engine.num_steps == 0

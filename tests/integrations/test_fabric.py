@@ -250,6 +250,29 @@ def test_a_gradient_that_is_not_finite_skips_the_step_in_every_mode(world):
             optimizer.zero_grad()
 
 
+@on_ranks(2)
+def test_two_optimizers_of_one_backward_are_unscaled_with_its_scale(world):
+    """The scale changes once for each backward: it grows, or falls if the second optimizer alone is skipped."""
+    started = fabric(plugins=paramp.FabricPrecision(SCALED | {"growth_interval": 1}), devices=1)
+    model = nn.Linear(2, 2)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    model, *optimizers = started.setup(model, *(torch.optim.SGD([one], lr=1.0) for one in model.parameters()))
+    plugin, made, scale = started.strategy.precision, [0, 0], SCALE
+    for overflow in (False, True, False, False):
+        started.backward(model(torch.ones(1, 2)).sum())
+        if overflow and world.rank == 1:
+            spoil(model.bias.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        made = [made[0] + 1, made[1] + (not overflow)]
+        for parameter, first, count in zip(model.parameters(), start, made, strict=True):
+            torch.testing.assert_close(parameter.detach(), first - count, rtol=0, atol=2.0**-10)
+        scale *= 0.5 if overflow else 2
+        assert plugin.loss_scale == scale
+    assert plugin.num_skipped == 1
+
+
 @pytest.mark.parametrize(
     ("mode", "message"),
     [

@@ -72,15 +72,22 @@ def test_an_overflow_put_in_by_hand_after_the_reduction_skips_everywhere(world):
 @pytest.mark.parametrize(("bucket", "num_buckets"), [(2**25, 1), (64, 3)])
 @on_ranks(2)
 def test_the_collectives_of_a_step(world, bucket, num_buckets, stage):
-    """One control all-reduce. For each bucket a reduce-scatter and an all-gather, or without ZeRO an all-reduce."""
+    """One control all-reduce. For each bucket a reduce-scatter and an all-gather, or without ZeRO an all-reduce.
+
+    Of several reduce-scatters some run before the backward comes to the first layer.
+    """
+    reduced = []
     with buckets(bucket), paramp.launch_from_torch({"parallel": {"zero": stage}}):
         model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10))  # each fills a small bucket
         engine = engine_of(model, optimizer=torch.optim.AdamW)
+        note = lambda _: reduced.append(before.counts["reduce_scatter"])  # noqa: E731
+        engine.module[0].register_forward_hook(lambda _, args, output: output.register_hook(note) and None)
         for _ in range(2):
             with Collectives() as before:
                 engine.forward_backward(torch.ones(4, 10), torch.ones(4, 10), return_loss=False)
             with Collectives() as within:
                 assert engine.step().loss > 0
+    assert [count > 0 for count in reduced] == [stage == 1 and num_buckets > 1] * 2
     if stage == 1:
         assert before.counts == {"reduce_scatter": num_buckets}
         assert within.counts == {"allreduce": 1, "allgather": num_buckets}

@@ -74,6 +74,8 @@ def test_a_model_of_ones_own_follows_plain_torch_unchanged(world, layout):
         expected = model.eval()(**batch)
         assert engine.evaluate(own(context, batch)).item() == pytest.approx(expected.loss.item(), abs=1e-5)
         engine.eval()
+        *_, found = engine.execute_schedule(iter([own(context, batch)]), forward_only=True)
+        assert found.item() == pytest.approx(expected.loss.item(), abs=1e-5)
         reply = engine(whole(batch))
         assert isinstance(reply, Reply)
         torch.testing.assert_close(reply.logits, expected.logits.detach(), atol=1e-5, rtol=1e-5)
@@ -123,6 +125,9 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world):
         for parameter in engine.parameters():
             torch.distributed.all_reduce(parameter.grad, group=context.dp.group)
         assert_gradients(engine, model)
+        assert engine.evaluate(inputs, mine).item() == pytest.approx(loss.item(), abs=1e-6)
+        engine.zero_grad()
+        assert engine.forward_backward(inputs, mine).item() == pytest.approx(loss.item(), abs=1e-6)
         engine.zero_grad()
         engine.eval()
         shift = torch.full((8, 1), 2.0)

@@ -313,7 +313,9 @@ def test_outputs_and_evaluations_are_of_whole_sequences(world):
         first = float(engine.step().grad_norm)
         assert first == pytest.approx(reference("GPT")[0][1], rel=1e-5)
         engine = engine_of(build("GPT"), summed_loss)
-        assert float(engine.evaluate(tokens, target)) == pytest.approx(float(loss / count), rel=1e-6)
+        loader = [(tokens[:1], target[:1]), (tokens[1:], target[1:])]
+        for given in ((tokens, target), (loader,)):
+            assert float(engine.evaluate(*given)) == pytest.approx(float(loss / count), rel=1e-6)
         output, label, _ = engine.execute_schedule(iter([(tokens, target)]), forward_only=True)
         torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-6)
         assert torch.equal(label, target)

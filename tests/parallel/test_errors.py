@@ -146,6 +146,12 @@ OF_RANKS = {
     "no layer of a stage": case(
         norm_last, "plan: '1' is a LayerNorm: Colwise supports Linear an", pp2("1") | TP2, plan={"1": "colwise"}
     ),
+    "parametrized": case(
+        lambda: nn.Sequential(computed(nn.Linear(4, 4), "weight_norm"), nn.Linear(4, 4)),
+        r"plan: '0' computes its weight .* by the parametrization WeightNorm",
+        TP2,
+        plan={"0": "colwise", "1": "rowwise"},
+    ),
     "packed norm": case(norm_last, "expected a Linear or a Conv1D", TP2, plan={"1": "packed_colwise_2"}),
     "tie": case(
         lambda: tied(0, 1, 2), r"0\.weight and 1\.weight are one parameter", pp2() | TP2, DP2 | TP2, plan=TWO_WAYS

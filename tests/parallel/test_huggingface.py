@@ -193,6 +193,7 @@ def test_outputs_have_names_and_no_cache(name):
     wrapped = without_cache(model)
     for options in ({}, {"return_dict": False}, {"attention_mask": torch.ones_like(x), "labels": None}):
         output = wrapped(x, **options)
+        assert type(output) is type(model(x))
         assert torch.equal(output.logits, model(x).logits)
         assert output.past_key_values is None
     with pytest.raises(paramp.ConfigError, match=r"num_items_in_batch.*leave it out"):
@@ -253,7 +254,9 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
         model.load_state_dict(weights)  # of weights that may be 2e-5 off, logits are more
         shown = model(**batch)
         engine.eval()
-        torch.testing.assert_close(engine(batch).logits, shown.logits.detach(), atol=2e-5, rtol=1e-5)
+        output = engine(batch)
+        assert type(output) is type(shown)
+        torch.testing.assert_close(output.logits, shown.logits.detach(), atol=2e-5, rtol=1e-5)
 
 
 def choosing():

@@ -60,6 +60,8 @@ def test_flags_set_their_configuration_keys():
     layout = ["--tp", "2", "--cp", "2", "--sequence-parallel"]
     config, job = configure([*layout, "--emulate-fp16", "on", "--lr", "1", "--set", "train.lr=2"])
     assert configure(["--optimizer-state", "bf16"])[0].precision.optimizer_state == "bf16"
+    for how in ("full", "selective", 2):
+        assert configure(["--activation-checkpointing", str(how)])[0].activation_checkpointing == how
     parallel = config.parallel
     assert (parallel.tensor.size, parallel.context.size, parallel.sequence_parallel) == (2, 2, True)
     assert config.emulate_fp16 is True
