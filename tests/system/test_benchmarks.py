@@ -12,6 +12,7 @@ from commands import COLD, PYTHON, ROOT, run, succeeded
 from families import SEED, WHOLE, family, long
 from pool import on_ranks
 
+import paramp
 from paramp.config.pipeline_schedules import SCHEDULES
 from paramp.models import ViT
 from paramp.precision.modes import PRESETS
@@ -76,6 +77,14 @@ def test_other_libraries_compute_the_same_on_data_and_tensor_ranks(world):
         assert list(result["cannot_run"]) == skipped
     (row,) = by_hand("--sharded", dp=2)["rows"]
     assert (row["candidate"], row["against"], row["limit"]) == ("paramp", "fully_shard", 1.02)
+
+
+@family
+@long
+def test_the_loop_of_fabric_computes_the_same():
+    pytest.importorskip("lightning.fabric")
+    paramp.FabricPrecision("32-true")  # from now on mpi4py without an MPI library is no error
+    assert [row["against"] for row in by_hand("--against fabric")["rows"]] == ["hand", "fabric"]
 
 
 @on_ranks(2)
