@@ -652,7 +652,8 @@ def test_misuse_is_refused():
         (lambda: backward(loss, sgd(linear())), r"SGD, which amp\.initialize did not return"),
         (lambda: backward(3.0, optimizer), r"got a loss 3\.0"),
         (lambda: optimizer.step(lambda: loss), "closure"),
-        (lambda: amp.load_state_dict({"scale": 3.0}), "unexpected 'scale'"),
+        (lambda: amp.load_state_dict({"scale": {"loss_scale": 4.0, "unskipped": 5}}), "unexpected 'scale'"),
+        (lambda: amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0}}), "unexpected 'loss_scaler0'"),
     ):
         with pytest.raises(AmpError, match=message):
             misuse()

@@ -30,8 +30,12 @@ def test_without_its_package_an_error_names_the_extra(extra, monkeypatch):
 
 def test_an_accelerate_that_is_too_old_and_names_that_are_not_there(monkeypatch):
     installed = pytest.importorskip("accelerate")
-    monkeypatch.setattr(installed, "__version__", "1.9.0")
-    with pytest.raises(paramp.ConfigError, match=r"got accelerate 1\.9\.0, expected 1\.10 or newer"):
-        accelerate.adopt(object())
+    for version, message in (
+        ("1.9.0", r"got accelerate 1\.9\.0, expected 1\.10 or newer"),
+        ("1.10.0", r"expected an accelerate\.Accelerator"),
+    ):
+        monkeypatch.setattr(installed, "__version__", version)
+        with pytest.raises(paramp.ConfigError, match=message):
+            accelerate.adopt(object())
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = importlib.import_module("paramp.integrations.transformers").Nothing

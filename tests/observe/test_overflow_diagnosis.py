@@ -200,6 +200,10 @@ def test_overflows_outside_of_modules_are_named():
                 engine.module[0].weight.grad.fill_(NAN)
             assert engine.step().overflow
             assert engine.diagnose_overflow().origin.module == name
+        engine = engine_of(nn.Linear(4, 4), lambda output, _: Planted.apply(output, NAN, True).mean())
+        assert train_step(engine, good, good).overflow
+        origin = engine.diagnose_overflow().origin
+        assert (origin.module, origin.during) == ("the criterion", "backward")
     with paramp.launch_from_torch({"precision": "16-mixed"}):
         for x, words in ((large, "the cast of the batch to the compute dtype"), (good * INF, "the batch")):
             engine = engine_of(nn.Linear(4, 4))

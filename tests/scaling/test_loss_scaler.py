@@ -242,10 +242,12 @@ IMPOSSIBLE = {
 
 
 def test_impossible_arguments():
-    """CUDA without a GPU too, which torch's own takes and does nothing."""
+    """CUDA without a GPU too, which torch's own takes and does nothing. The outermost scales are possible."""
     without = {} if torch.cuda.is_available() else {"torch sees no GPU": {"device": "cuda"}}
     for message, options in (IMPOSSIBLE | without).items():
         each_raises(ValueError, {message: lambda options=options: DistributedGradScaler(**options)})
+    for scale in (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max):
+        assert DistributedGradScaler(init_scale=scale, min_scale=scale, max_scale=scale).get_scale() == scale
 
 
 def sharded(mesh, placement, value):
