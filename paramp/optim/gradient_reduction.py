@@ -210,7 +210,6 @@ class UnitReduction(GradientReduction):
 
     def absent(self, unchanged: list[FlatParam]) -> list[FlatParam]:
         """As in the base class."""
-        self._note_changes()
         return [param for param in self._params if param.parameter not in self._arrived]
 
     def begin_look(self) -> tuple[()]:
