@@ -21,7 +21,7 @@ def test_the_defaults_are_one_process_in_fp32_without_clipping():
     assert config.precision is PRESETS["32-true"]
     assert (config.parallel.tensor.size, config.parallel.pipeline.size, config.parallel.data) == (1, 1, "auto")
     assert (config.seed, config.clip_grad_norm, config.max_skipped_in_a_row) == (1024, None, 50)
-    assert (config.hang_timeout, config.hang_end_after) == (300.0, 4)
+    assert (config.hang_timeout, config.hang_end_after, config.trace_overflow) == (300.0, 4, False)
 
 
 @pytest.mark.parametrize("mode", sorted(PRESETS))

@@ -343,12 +343,17 @@ def test_without_a_criterion_it_is_the_models_loss_else_the_cross_entropy_else_t
     assert choose_criterion(options, plain, unlabelled) is None
 
 
-def test_a_file_is_loaded_once_and_shadows_no_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])  # which gets the file's folder, as for a script
+def test_a_file_is_loaded_once_shadows_no_module_and_imports_from_its_folder_first(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(sys, "path", [str(other), *sys.path])
+    for folder in (tmp_path, other):
+        (folder / "beside_the_file.py").write_text(f"folder = {folder.name!r}\n")
     file = tmp_path / "random.py"
-    file.write_text("class Thing:\n    pass\n\nthing = Thing()\n")
+    file.write_text("from beside_the_file import folder\n\nclass Thing:\n    pass\n\nthing = Thing()\n")
     kind, thing = (load_attribute(f"{file}:{name}", "model") for name in ("Thing", "thing"))
     assert type(thing) is kind
+    assert load_attribute(f"{file}:folder", "model") == tmp_path.name
     assert hasattr(__import__("random"), "gauss")
 
 
