@@ -110,7 +110,10 @@ def stopping_like_main(clip):
 
 def one_overflow(world, layout, backend, precision):
     trainer = titan.build(adopted(precision, backend=backend, **titan.LAYOUTS[layout]))
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    clip = utils.clip_grad_norm_
     titan.train(trainer, 1)
+    assert utils.clip_grad_norm_ is clip  # for other trainers in this process
     before, schedule = weights(trainer), trainer.lr_schedulers.state_dict()
     plant(trainer, here=world.rank == 1)
     with mock.patch.object(ParampTrainer, "_clip", stopping_like_main(ParampTrainer._clip)):
