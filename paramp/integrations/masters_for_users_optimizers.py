@@ -54,8 +54,7 @@ class ModuleMasters:
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights."""
         for one in self._held(optimizer):
-            if one.stepped.device != one.weight.device:
-                one.stepped.data = one.stepped.data.to(one.weight.device)
+            one.stepped.data = one.stepped.data.to(one.weight.device)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda one, *_: self._after_step(one))
         optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
