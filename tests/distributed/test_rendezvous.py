@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 from collections import Counter
 from datetime import timedelta
@@ -64,18 +65,21 @@ def test_a_host_that_has_no_address_is_named(monkeypatch, host):
         rendezvous.join_store(host, 29500)
 
 
+OF_AN_EARLIER_WORLD = {"paramp/0/call": "old", "old/token/1": "of a process that ended", "old/1": "1", "old/go": "1"}
+
+
 @pytest.mark.parametrize(
-    "left", [{}, {"paramp/0/call": "old", "old/token/1": "of a process that ended", "old/1": "1", "old/go": "1"}]
+    ("rank", "left"), [(1, {}), (1, OF_AN_EARLIER_WORLD), (0, {"paramp/0/here/1": "of a process that ended"})]
 )
-def test_a_rank_waits_for_a_call_to_its_own_world(monkeypatch, left):
-    """A launcher's store still has the call of an earlier one, which all of its ranks answered."""
+def test_ranks_wait_for_those_of_their_own_world(monkeypatch, rank, left):
+    """A launcher's store still has an earlier world's call, which all its ranks answered, or the token of one."""
     monkeypatch.setenv("PARAMP_LAUNCH_TIMEOUT", "0.05")
     monkeypatch.setattr(rendezvous, "_num_meetings", 0)
     store = HashStore()
     for key, value in left.items():
         store.set(key, value)
-    with pytest.raises(LaunchError, match="of 2 ranks, 0 did not join"):
-        rendezvous.meet(store, 1, 2)
+    with pytest.raises(LaunchError, match=f"of 2 ranks, {1 - rank} did not join"):
+        rendezvous.meet(store, rank, 2)
 
 
 DIFFERENT = {"parallel": {"zero": 1}, "precision": "bf16-mixed", "compile": True, "activation_checkpointing": "full"}
@@ -119,6 +123,21 @@ def test_a_machine_is_reached_at_its_interfaces_and_at_what_its_name_resolves_to
     found = {"side_effect": socket.gaierror} if addresses is None else {"return_value": map(target, addresses)}
     with mock.patch.object(socket, "getaddrinfo", **found):
         assert network_interfaces.own_hosts() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "other", "expected"),
+    [("", "192.0.2.2", "eth0"), ("eth1", "192.0.2.2", "eth1"), ("", "127.0.0.1", "")],
+)
+def test_gloo_listens_on_the_route_to_other_machines_unless_the_user_chose(monkeypatch, given, other, expected):
+    """Not if all ranks share a machine. Rank 0's own name means loopback to it."""
+    monkeypatch.setattr(network_interfaces, "_interfaces", lambda: [("lo", "127.0.0.1"), ("eth0", "192.0.2.1")])
+    monkeypatch.setattr(network_interfaces, "_route_to", lambda host: "127.0.0.1" if host == "node" else "192.0.2.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    store = HashStore()
+    store.set("address/1", other)
+    network_interfaces.choose_interface(store, "node", 0, 2)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == expected
 
 
 def target(address):

@@ -146,6 +146,7 @@ def test_a_resnet_is_partitioned_into_equal_numbers_of_blocks():
     model = ResNet.preset("resnet34", width=4)
     assert model.pipeline_split(2) == ["layer3.1"]  # 8 of 16 blocks
     assert model.pipeline_split(4) == ["layer2.1", "layer3.1", "layer3.5"]
+    assert len({*model.pipeline_split(16)}) == 15  # a stage begins at each but the first
     assert model.pipeline_split(17) is None
 
 
