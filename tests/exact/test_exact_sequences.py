@@ -273,6 +273,8 @@ class Block(nn.Module):
             x = x - x.mean(-1, keepdim=True)
         if self.kind == "product":
             x = x @ x.transpose(1, 2) @ x
+        if self.kind == "product of one term":
+            x = x[..., :1] @ x.new_full((1, 1, 8), 0.7)
         if self.kind == "channels":
             x = F.dropout1d(x, 0.5)
         return self.head(x[:, 0] if self.kind == "no tokens" else x)
@@ -299,6 +301,10 @@ def test_what_has_no_slices_is_refused_by_name(world):
                 engine_of(nn.Sequential(Block(kind)), next_token).forward_backward(tokens, tokens)
         with pytest.raises(paramp.ConfigError, match="sequences of 6 tokens, expected a multiple of 4, reproducible"):
             engine_of(nn.Sequential(Block("")), next_token).forward_backward(tokens[:, :6], tokens[:, :6])
+        model = Block("product of one term")  # which is rounded once
+        expected = next_token(model(tokens), tokens)
+        engine = engine_of(nn.Sequential(model), next_token)
+        torch.testing.assert_close(engine.forward_backward(tokens, tokens), expected.detach())
 
 
 class Routed(nn.Module):

@@ -142,6 +142,7 @@ IN_TURN = [(layout, "one", layout) for layout in LAYOUTS]
 IN_TURN += [("fsdp2·tp2", "tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2", "fsdp2"), ("fsdp2", "tp2", "one")]
 IN_TURN += [("dp2 + zero1", "hsdp2x2", "fsdp2"), ("fsdp4", "fsdp2·pp2", "pp2·tp2")]
 PART = [(("tp2", "one", "tp2"), "lamb"), (("fsdp2", "tp2", "one"), "muon_and_adamw")]
+PART += [(("one", "one", "one"), "adafactor")]  # whose state has other shapes than its weights
 EVERYTHING = [(layouts, make) for layouts in IN_TURN for make in MAKES]
 
 
