@@ -80,6 +80,8 @@ def test_parameters_beside_slices_of_the_sequence_need_a_style(world):
         setattr(model.blocks[1], where, Scale())
         with pytest.raises(paramp.ConfigError, match=rf"'blocks.1.{where}', a Scale with parameters"):
             start(model, slices=4, parallel={"tensor": 2, "sequence_parallel": True})
-    plan = {"blocks.*.mlp.up": "sequence_colwise", "blocks.*.mlp.down": "sequence_rowwise"}
-    with pytest.raises(paramp.ConfigError, match=r"'blocks.0.norm1', a LayerNorm with parameters, is beside"):
-        start(small_gpt(num_layers=2), slices=4, plan=plan, parallel={"tensor": 2, "sequence_parallel": True})
+    gpt = small_gpt(num_layers=2)
+    for model, blocks in ((gpt, "blocks."), (nn.Sequential(*gpt.blocks), "")):
+        plan = {f"{blocks}*.mlp.up": "sequence_colwise", f"{blocks}*.mlp.down": "sequence_rowwise"}
+        with pytest.raises(paramp.ConfigError, match=rf"'{blocks}0.norm1', a LayerNorm with parameters, is beside"):
+            start(model, slices=4, plan=plan, parallel={"tensor": 2, "sequence_parallel": True})
