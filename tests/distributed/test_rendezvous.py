@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -80,6 +81,11 @@ def test_ranks_wait_for_those_of_their_own_world(monkeypatch, rank, left):
         store.set(key, value)
     with pytest.raises(LaunchError, match=f"of 2 ranks, {1 - rank} did not join"):
         rendezvous.meet(store, rank, 2)
+    monkeypatch.setenv("PARAMP_LAUNCH_TIMEOUT", "20")  # then these come
+    with ThreadPoolExecutor(2) as ranks:
+        met = [*ranks.map(lambda rank: rendezvous.meet(store, rank, 2), (0, 1))]
+    met[0].set("key", "value")
+    assert met[1].get("key") == b"value"
 
 
 DIFFERENT = {"parallel": {"zero": 1}, "precision": "bf16-mixed", "compile": True, "activation_checkpointing": "full"}
