@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from families import cases, family
 from pool import on_each_device, on_ranks, run_on_ranks
-from reference import batches
+from reference import batches, small_gpt
 from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_engine, own_part, train_step
 from torch import nn
 
@@ -112,10 +112,19 @@ def test_planted_overflows_are_named(layout, device):
 
 
 def test_for_an_overflow_of_scaled_gradients_the_report_advises_a_lower_rate_or_scale():
+    scales = []
+
+    def criterion(logits, target):
+        value = model.loss(logits, target)
+        value.register_hook(lambda gradient: scales.append(gradient.item()))
+        return value
+
     with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 2.0**24}}):
-        engine = gpt_engine(num_layers=1)
+        model = small_gpt(num_layers=1)
+        engine = engine_of(model, criterion)
         assert window(engine).overflow
         report = engine.diagnose_overflow()
+    assert scales == [2.0**24, 2.0**24, 1.0]  # of the step, and of its reruns
     assert (report.scale, report.origin.during, report.origin.helped_by_scale) == (2.0**24, "backward", True)
     assert 0 < report.origin.largest <= torch.finfo(torch.float16).max
     assert str(report).startswith(f"backward overflow in {report.origin.module}: inf")
@@ -208,7 +217,9 @@ def test_overflows_outside_of_modules_are_named():
         for x, words in ((large, "the cast of the batch to the compute dtype"), (good * INF, "the batch")):
             engine = engine_of(nn.Linear(4, 4))
             assert train_step(engine, x, good).overflow
-            assert f"{words} produced inf" in str(engine.diagnose_overflow())
+            report = engine.diagnose_overflow()
+            assert f"{words} produced inf" in str(report)
+            assert report.origin.helped_by_scale is None
 
 
 def test_a_report_lists_five_gradients_experts_and_ranges_and_counts_the_others():

@@ -291,6 +291,23 @@ def test_of_a_step_the_masters_are_recorded_beside_the_weights_that_are_rounded(
         assert not torch.equal(found["weight", name].float(), found["master", name])
 
 
+def test_of_a_step_the_norm_is_recorded_and_whether_it_is_skipped_with_the_scale_before_and_after(tmp_path):
+    written, x = trace.TraceWriter(tmp_path / "trace"), torch.randn(4, 4)
+    scaling = {"mode": "16-mixed", "init_scale": 16.0, "hysteresis": 1}
+    with paramp.launch_from_torch({"reproducible": True, "precision": scaling, "clip_grad_norm": 1.0}):
+        engine = engine_of(torch.nn.Linear(4, 4))
+        with ExactRecorder(engine, [], written) as recorder:
+            for step, factor in ((1, 1.0), (2, math.inf)):
+                recorder.begin(step, 0, 4)
+                recorder.end_step(train_step(engine, x, x * factor))
+                engine.zero_grad()
+    written.close()
+    found = {(entry.key.kind, entry.key.name, entry.key.step): entry.values for entry in trace.read(tmp_path / "trace")}
+    gradients = torch.cat([found["gradient", name, 1].flatten() for name in ("weight", "bias")])
+    torch.testing.assert_close(found["norm", "", 1].float(), gradients.norm().view(1) / 16)
+    assert (found["decision", "", 1].tolist(), found["decision", "", 2].tolist()) == ([0, 16, 16], [1, 16, 8])
+
+
 @on_ranks(4)
 def test_of_sharded_experts_a_rank_records_only_its_shard_of_the_windows_gradient(world):
     """The gradient of a microbatch is that of whole experts, which has no place in a shard."""
