@@ -130,6 +130,6 @@ def first_difference(texts: list[str]) -> str:
             if first.get(key) != theirs.get(key):
                 return (
                     f"{key}: rank 0 has {first.get(key)!r}, but rank {other} has {theirs.get(key)!r}; "
-                    "give every rank the same configuration"
+                    "give every rank the same value"
                 )
     return ""

@@ -185,7 +185,7 @@ class OverflowReport:
         scale = self.scale if self.scaled else 1.0
         lines += [gradient.describe(scale, self.tokens) for gradient in self.closest]
         if len(self.gradients) > SHOWN:
-            lines.append(f"and {len(self.gradients) - SHOWN} more gradients that are not finite")
+            lines.append(f"gradients that are not finite and not shown: {len(self.gradients) - SHOWN}")
         return "\n  ".join(lines) or "no gradient that is not finite was found"
 
 

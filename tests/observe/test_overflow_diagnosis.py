@@ -245,7 +245,7 @@ def test_a_report_lists_five_gradients_experts_and_ranges_and_counts_the_others(
         "0, positions 3 to 4, 7, 9, 12, 14 and 2 more ranges of the sequence",
         "  the largest finite magnitude in it is 2",
         *(f"  gradient of {index}.weight on rank 0: NaN, 1 of 1 elements" for index in range(5)),
-        "  and 3 more gradients that are not finite",
+        "  gradients that are not finite and not shown: 3",
     ]
 
 
