@@ -133,6 +133,8 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world):
         shift = torch.full((8, 1), 2.0)
         shown = engine(x, (left, right), shift=shift)
         torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
+        for batch in ((x, (left, right)), [x, [left, right]]):
+            torch.testing.assert_close(engine(batch)["sum"], whole_output["sum"].detach())
 
 
 @dataclass

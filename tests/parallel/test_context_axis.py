@@ -345,13 +345,16 @@ def test_a_loss_of_whole_outputs_has_the_gradients_of_one_process(world, kind, i
     loss, count = loss if isinstance(loss, tuple) else (loss, 1)
     expected = gradients_of(model, loss, count)
     with paramp.launch_from_torch({"parallel": {"context": 2}, "precision": "64-true"}):
-        engine = engine_of(model, None if in_loop else loss_of, functools.partial(torch.optim.SGD, lr=16.0))
-        shown = [engine.train(mode)(**batch) for mode in (False, True)]
+        shown = []  # to the criterion too, in evaluation and training
+        criterion = None if in_loop else lambda output: shown.append(output) or loss_of(output)
+        engine = engine_of(model, criterion, functools.partial(torch.optim.SGD, lr=16.0))
+        shown += [engine.train(mode)(**batch) for mode in (False, True)]
         shown.append(engine.execute_schedule(iter([batch]), forward_only=True)[0])
-        for one in shown:
-            torch.testing.assert_close(one["loss"], output["loss"], rtol=1e-6, atol=0)
         run = (lambda batch: engine.backward(loss_of(engine(**batch)))) if in_loop else None
         assert_gradients(engine, (batch,), expected, 1e-6, run)
+        assert len(shown) == 3 if in_loop else len(shown) > 4
+        for one in shown:
+            torch.testing.assert_close(one["loss"], output["loss"], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("is_mean", [True, False])
@@ -442,8 +445,9 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
         assert sorted(torch.cat(both).tolist()) == [*range(8)]
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @on_ranks(4)
-def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(world):
+def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(world, size):
     """In training; the trial of the first batch, of that part and of whole sequences, is without gradients."""
     model, seen, tokens = nn.Sequential(nn.Embedding(16, 8)), [], torch.arange(16).expand(2, 16)
 
@@ -451,12 +455,13 @@ def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(
         seen.append((inputs[0].tolist(), module.training, torch.is_grad_enabled()))
 
     model[0].register_forward_pre_hook(see)
-    with paramp.launch_from_torch({"parallel": {"context": 4}}):
+    with paramp.launch_from_torch({"parallel": {"context": size}}) as context:
         engine = engine_of(model)
         for _ in range(2):
             engine(tokens)
-    first, last = [(0, 7), (1, 6), (2, 5), (3, 4)][world.rank]
-    part = [[2 * first, 2 * first + 1, 2 * last, 2 * last + 1]] * 2
+    first, last = {2: [(0, 3), (1, 2)], 4: [(0, 7), (1, 6), (2, 5), (3, 4)]}[size][context.cp.rank]
+    length = 8 // size
+    part = [[one * length + place for one in (first, last) for place in range(length)]] * 2
     batch = (part, True, True)
     assert seen == [(part, False, False), (tokens.tolist(), False, False), batch, batch]
 
