@@ -94,8 +94,9 @@ def test_a_step_is_that_of_torchs_optimizer(name):
                 plain_step(model, optimizer, x, y, clip=0.5)
             with Operators() as operators:
                 assert engine.step().stepped == (step not in bad)
-            names = {function.name() for function, _ in operators.calls}
-            assert {one for one in names if "_fused_" in one} == ({KERNELS[name]} if name in KERNELS else set())
+            fused = [function.name() for function, _ in operators.calls if "_fused_" in function.name()]
+            assert set(fused) == ({KERNELS[name]} if name in KERNELS else set())
+            assert len(fused) < (7 if step in used else 5)  # the tensors that have gradients
         found, expected = dict(engine.named_parameters()), dict(model.named_parameters())
         assert_trained(found, expected, start, still="never", atol=1e-13)
         for group, theirs in zip(engine.optimizer.param_groups, optimizer.param_groups, strict=True):
