@@ -8,9 +8,11 @@ import io
 import os
 import re
 import shlex
+import signal
 import sys
 import tomllib
 from types import ModuleType
+from unittest import mock
 
 import markdown
 import pytest
@@ -19,11 +21,12 @@ import torch.distributed as dist
 from commands import PYTHON, ROOT, TORCHRUN, run, succeeded
 from families import family, long, rarely
 from pages import blocks, outputs, read
-from pool import run_on_ranks
+from pool import on_ranks, run_on_ranks, shared_folder
 from train_app.settings import DEFAULTS, configure
 
 import paramp
 from paramp.amp import AMP_TYPE
+from paramp.checkpoint.open_checkpoint import problems
 from paramp.compat.apex import amp
 from paramp.config.files import load, merge
 from paramp.precision.modes import PRESETS
@@ -226,6 +229,28 @@ def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, mo
         *before, last = execute("docs/tutorial.md", source)[0].splitlines()
         assert len(before) == is_first
         assert last == "all 2 steps are done; the weights of runs/tutorial/step-00000002 are in runs/tutorial/model.pt"
+
+
+@on_ranks(2)
+def test_the_tutorial_saves_and_ends_on_every_rank_after_the_batch_of_a_ctrl_c_to_one(world):
+    """In its first batch, of an accumulation of two."""
+    source = next(block for block in blocks(TUTORIAL, "python") if "FOLDER =" in block)
+    folder = shared_folder()
+    source = source.replace("runs/tutorial", str(folder / "run"))
+
+    def interrupted(engine):
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        zero_grad(engine)
+
+    zero_grad = paramp.Engine.zero_grad
+    patches = mock.patch.object(paramp.Engine, "zero_grad", interrupted), mock.patch.object(sys, "argv", ["", "2", "1"])
+    with patches[0], patches[1], pytest.raises(SystemExit) as end:
+        execute(TUTORIAL, source)
+    assert end.value.code == (130 if world.rank == 1 else 143)
+    (saved,) = (folder / "run").glob("step-*")
+    assert saved.name == "step-00000001"
+    assert not problems(saved)
 
 
 def test_the_table_of_extras_is_that_of_the_project():
