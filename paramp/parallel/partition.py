@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import nn
 
@@ -42,8 +42,9 @@ def is_sequential(module: nn.Module) -> bool:
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that ``model`` applies one after the other, by name; nested ``nn.Sequential`` modules are opened."""
-    children = cast("dict[str, nn.Module]", model._modules)  # named_children() would skip a module that is used twice
-    for name, child in children.items():
+    for name, child in model._modules.items():  # named_children() would skip a module that is used twice
+        if child is None:
+            continue
         if is_sequential(child):
             yield from units(child, f"{prefix}{name}.")
         else:
