@@ -101,8 +101,9 @@ def _raise_error_of_rank(folder: Path, ranks: int, unreported: Sequence[str]) ->
         if path.exists():
             echo, message, text, pickled = pickle.loads(path.read_bytes())
             found.append((echo, path.stat().st_mtime_ns, rank, message, text, pickled))
-    if unreported and all(echo for echo, *_ in found):
-        raise LaunchError(f"notebook: {unreported[0]} without an exception; its output says more")
+    if not found or (unreported and all(echo for echo, *_ in found)):
+        how = unreported[0] if unreported else "a rank ended itself"  # as the heartbeat does where another one hangs
+        raise LaunchError(f"notebook: {how} without an exception; its output says more")
     _, _, rank, message, text, pickled = min(found)
     error: BaseException = LaunchError(f"rank {rank} failed: {message}")
     if pickled is not None:

@@ -97,6 +97,14 @@ def vanished():
         torch.distributed.barrier()
 
 
+def hang():
+    """Rank 1 is frozen, and rank 0's heartbeat ends both."""
+    with paramp.launch_from_torch({"hang_timeout": 1.0}) as context:
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        torch.distributed.barrier()
+
+
 def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     """Also from a thread that is not the main one."""
     warm.start()
@@ -104,6 +112,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     lock = threading.Lock()
     errors = (
         (vanished, 2, paramp.LaunchError, "notebook: rank 1 ended with exit code 1 without an exception"),
+        (hang, 2, paramp.LaunchError, "notebook: a rank ended itself without an exception; its output says more"),
         (len, 0, paramp.ConfigError, "ranks: got 0, expected an integer of 1 or more"),
         ("len", 2, paramp.ConfigError, "fn: got 'len', expected a function"),
         (lambda: lock, 1, paramp.ConfigError, "fn or its arguments cannot be sent.*TypeError: cannot pickle"),
