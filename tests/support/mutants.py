@@ -202,25 +202,26 @@ class Results:
         self._path, self._lock = KEPT / "results.json", threading.Lock()
         self._kept = _read(self._path)
 
-    def _hash(self, mutant: Mutant, killer: str) -> str:
+    def _hash(self, mutant: Mutant, killer: str, most: float) -> str:
         """Of what the result depends on: the test that has found the mistake, or else all that run."""
-        names = [killer] if killer else sorted(one.name for one in self._tests(mutant))
+        names = [killer] if killer else sorted(one.name for one in self._tests(mutant, most))
         files = sorted({name.partition("::")[0] for name in names})
         return _hash(_text(f"paramp/{mutant.module}"), mutant.text, *names, *(_text(file) for file in files))
 
-    def _tests(self, mutant: Mutant) -> list[Timed]:
-        """What is run for ``mutant``: the first of what meets it, as long as may be."""
+    def _tests(self, mutant: Mutant, most: float) -> list[Timed]:
+        """What is run for ``mutant``: the first of what meets it, those that begin within ``most`` seconds."""
         tests = self._met.tests(mutant)
-        return tests[: _first(tests, self._most)]
+        return tests[: _first(tests, most)]
 
     def how(self, mutant: Mutant) -> str:
-        """What became of ``mutant``, or "" if that is not known."""
-        kept = self._kept.get(mutant.name, {})
-        return kept["how"] if kept.get("hash") == self._hash(mutant, kept.get("by", "")) else ""
+        """What became of ``mutant``, or "" if that is not known. Seconds beyond those given may have been tried."""
+        kept = {"how": "", "hash": "", "by": "", "most": self._most} | self._kept.get(mutant.name, {})
+        is_enough = kept["how"] == "killed" or kept["most"] >= self._most
+        return kept["how"] if is_enough and kept["hash"] == self._hash(mutant, kept["by"], kept["most"]) else ""
 
     def run(self, mutant: Mutant, tree: Tree) -> str:
         """Run the tests of ``mutant``, a few first, as most mutants fail in those. Returns how it went."""
-        tests = self._tests(mutant)
+        tests = self._tests(mutant, self._most)
         number = _first(tests, FIRST)
         how, killer = "lived" if tests else "not covered", ""
         for batch in filter(None, (tests[:number], tests[number:])):
@@ -237,7 +238,8 @@ class Results:
                 how = "killed"
                 break
         with self._lock:
-            self._kept[mutant.name] = {"hash": self._hash(mutant, killer), "how": how, "by": killer}
+            found = {"how": how, "hash": self._hash(mutant, killer, self._most), "by": killer, "most": self._most}
+            self._kept[mutant.name] = found
             _write(self._path, self._kept)
         return f"{how}: {mutant.name} {killer}"
 
