@@ -178,8 +178,12 @@ class _Generators:
             owner = f"module {name!r}" if name else type(module).__name__
             for generator in _held(vars(module), *map(vars, type(module).__mro__)):
                 self._names.setdefault(generator, f"the {type(generator).__name__} that {owner} holds")
+        others: set[type] = set()
         for name, loaded in list(sys.modules.items()):
-            for variable, value in list(vars(loaded).items()) if isinstance(loaded, ModuleType) else ():
+            variables = dict(vars(loaded)) if isinstance(loaded, ModuleType) else {}
+            classes = set(map(type, variables.values())) - others  # the values are some hundred thousand, of few classes
+            others |= {cls for cls in classes if not _kind_of(cls)}
+            for variable, value in variables.items() if classes - others else ():
                 if _kind(value):
                     self._names.setdefault(value, f"{name}.{variable}")
         self._start = self._states()
@@ -209,7 +213,7 @@ def _kind(value: Any) -> type | None:
 
 @functools.lru_cache(maxsize=2**14)
 def _kind_of(cls: type) -> type | None:
-    """Cached, because a trace asks for every global variable of every module: some hundred thousand."""
+    """Cached, because a trace asks for all that the modules of the model hold."""
     return next((kind for kind in cls.__mro__ if kind in STATES), None)
 
 

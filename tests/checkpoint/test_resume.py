@@ -93,7 +93,7 @@ RESUMED = [
 
 
 @family
-@pytest.mark.parametrize(("layout", "options"), cases("resumed", RESUMED, RESUMED[:3], 1))
+@pytest.mark.parametrize(("layout", "options"), cases("resumed", RESUMED, RESUMED[1:3], 1))
 def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
     went_on, resumed = on(layout, "run_both", tmp_path, **options)
     assert resumed[0] == went_on[0]

@@ -196,7 +196,7 @@ def gpt_loss(logits, target):
 AXES = ("model pipe", "model batch", "model fsdp", "dp_replicate dp_shard")
 
 
-@pytest.mark.parametrize("axes", rarely(AXES, "model pipe", "model fsdp"))
+@pytest.mark.parametrize("axes", rarely(AXES, "model fsdp"))
 @on_ranks(4)
 def test_an_engine_on_a_mesh_of_others_trains_as_one_process(world, axes):
     """The tensor axis is the slowest, which it never is on a mesh of paramp's own."""

@@ -19,7 +19,7 @@ from paramp.models import MoEGPT
 
 LAYOUTS = [*EXPERT_LAYOUTS, "tp2", "tp2 + sp", "dp2", "dp2 + zero1", "pp2", "fsdp2", "dp2·tp2"]
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
-PART = [("ep2·tp2", "32-true"), ("fsdp·ep2", "16-mixed")]
+PART = [("ep2·tp2", "32-true")]
 STEPS = number(4, 8)
 
 

@@ -40,10 +40,7 @@ EVERYTHING = [
     for mode in MODES
     if not (LONG[task].plan == {} and ("tp" in layout or "pp" in layout))
 ]
-PART = [
-    ("sequences: gpt", "cp4", "bf16-naive"),
-    ("sequences: llama, padded", "cp2", "32-true"),
-]
+PART = [("sequences: llama, padded", "cp2", "32-true")]
 STEPS = number(2, 6)
 
 
@@ -70,10 +67,7 @@ OF_EXPERTS = [
     for layout in layouts
     for mode in modes
 ]
-PART_OF_EXPERTS = [
-    ("sequences: mixtures", "cp2·ep2", "16-mixed"),
-    ("sequences: Mixtral, padded", "cp4", "32-true"),
-]
+PART_OF_EXPERTS = [("sequences: mixtures", "cp2·ep2", "16-mixed")]
 
 
 @family

@@ -49,9 +49,7 @@ PART = {
     ("Mixtral", "tp2", "16-mixed"),
     ("T5", "tp2", "16-naive"),
     ("BERT", "pp2", "16-naive"),
-    ("LLaVA", "pp2", "16-mixed"),
     ("Qwen3", "tp2·pp2", "16-mixed"),
-    ("Qwen2", "fsdp2", "16-mixed"),
     ("GPT-2", "fsdp2·pp2", "16-naive"),
 }
 CELLS = chosen("huggingface", EVERYTHING, PART, 6)

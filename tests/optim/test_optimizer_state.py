@@ -145,7 +145,7 @@ LAYOUTS = {
     "tp2": {"tensor": 2},
     "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
 }
-PART = ["dp2 + zero1", "fsdp2", "pp2"]
+PART = ["dp2 + zero1", "fsdp2"]
 
 
 def save(world, layout, make, path, load=None, steps=3, **config):

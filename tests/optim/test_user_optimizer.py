@@ -89,7 +89,7 @@ LAYOUTS = {
     "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": 2},
     "cp2·tp2": {"context": 2, "tensor": 2},
 }
-PART = ["dp2·tp2 + zero1", "fsdp2·pp2"]
+PART = ["fsdp2·pp2"]
 
 
 @family

@@ -36,7 +36,7 @@ LAYOUTS = {
 """On four ranks."""
 KINDS = ("GPT", "GPT mean", "Llama", "padded", "packed", "odd length", "window", "sinks")
 CELLS = [(kind, layout) for kind in KINDS for layout in LAYOUTS if "GPT" in kind or "sp" not in layout]
-PART = [("Llama", "cp4 ring"), ("GPT", "fsdp2·cp2"), ("padded", "cp2·pp2"), ("packed", "cp4"), ("GPT mean", "cp2·tp2")]
+PART = [("Llama", "cp4 ring"), ("GPT", "fsdp2·cp2"), ("padded", "cp2·pp2")]
 
 
 def small_gpt(**options):

@@ -123,9 +123,8 @@ OTHER_SCHEDULES = [name for name in SCHEDULES if name != "1f1b"]
 ALL_LAYOUTS = LAYOUTS | {name: (2, {"pipeline": {"size": 2, "schedule": name}}) for name in OTHER_SCHEDULES}
 PART = [
     *(Cell("16-mixed", "1", "freezing"), Cell("bf16-mixed", "fsdp2", "ema"), Cell("16-naive", "1", "remainders")),
-    *(Cell("bf16-true", "1", "stochastic rounding"), Cell("O2", "dp2 + zero1", "bf16 state")),
-    *(Cell("bf16-mixed", "pp2", "pinned batches"), Cell("32-true", "dualpipev", "sums")),
-    *(Cell("32-true", "1", "exact"), Cell("16-mixed", "1", "compiled"), Cell("16-mixed", "1", "accelerate, clipped")),
+    *(Cell("O2", "dp2 + zero1", "bf16 state"), Cell("32-true", "dualpipev", "sums")),
+    *(Cell("16-mixed", "1", "compiled"), Cell("16-mixed", "1", "accelerate, clipped")),
 ]
 """The cells of ``make test``."""
 

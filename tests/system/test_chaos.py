@@ -20,7 +20,7 @@ LAYOUTS = {
 }
 STEPS, EVERY = (24, 3) if WHOLE else (8, 2)
 START = COLD if WHOLE else {}
-SHORT = [] if WHOLE else ["--data", "README.md", "--batch-size", "4"]
+SHORT = [] if WHOLE else ["--data", "README.md", "--batch-size", "4", "--set", "model.num_layers=2"]
 SLICES = [] if WHOLE else ["--set", "reproducible.slices=2"]
 OF_FOUR = [(layout, number) for number in range(10) for layout in ("pp2-tp2", "dp2-tp2")]
 RUNS = cases("chaos", [*OF_FOUR, ("dp2", 0)], [("dp2", 0)], 1)

@@ -120,7 +120,12 @@ def execute_on_rank(world, page, sources, folder, shorten=True):
 TUTORIAL = "docs/tutorial.md"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != TUTORIAL])
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page != TUTORIAL]
+LONGER = [f"docs/{name}.md" for name in ("float8", "from-composer", "from-transformers", "models", "reproducible")]
+
+
+@family
+@pytest.mark.parametrize("page", rarely(WITH_PYTHON, *(page for page in WITH_PYTHON if page not in LONGER)))
 def test_the_python_of_a_page_runs_on_four_ranks(page, tmp_path):
     run_on_ranks(4, __name__, "execute_on_rank", {"page": page, "sources": blocks(page, "python"), "folder": tmp_path})
 
@@ -193,7 +198,7 @@ def clone(tmp_path_factory):
 COMMANDS = [command for command in commands() if command not in RUN_ELSEWHERE]
 BY_DEFAULT = [
     *(command for command in COMMANDS if "--" not in command or "runs/" in command),
-    *("paramp doctor --json", "python launch/train.py --tp 2 --pp 2"),
+    "paramp doctor --json",
     "python launch/prepare_data.py README.md docs --output data/own",
 ]
 """Among them those that write what others read."""

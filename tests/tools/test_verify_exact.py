@@ -161,7 +161,7 @@ FAULTS = {
     "weight fsdp2·cp2": ("fsdp2·cp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
     "weight dp2·tp2": ("dp2·tp2", "32-true", ("weight", 2, "blocks.1.attention.qkv.weight", 1), (1, None)),
 }
-PART = ["backward tp2", "forward cp2"]
+PART = ["backward tp2"]
 
 
 @family
