@@ -146,8 +146,8 @@ def ran(number):
 def insert(package: Path, mutants: Sequence[Mutant], folder: Path) -> None:
     """Change ``package`` so that it writes into the new ``folder``, by process, which of ``mutants`` a test meets.
 
-    A mutant outside functions, whose statement runs when its module is imported, is met by each function of the module;
-    if that has none, by each of the modules that import it.
+    A mutant outside functions, whose statement runs when its module is imported, is met by each function of the module
+    and of those that import it.
     """
     folder.mkdir()
     trees = {path: ast.parse(path.read_bytes()) for path in package.rglob("*.py")}
@@ -156,7 +156,7 @@ def insert(package: Path, mutants: Sequence[Mutant], folder: Path) -> None:
     paths = [package / mutant.module for mutant in mutants]
     places = [_place(functions[path], mutant.line) for path, mutant in zip(paths, mutants, strict=True)]
     for number, (path, place) in enumerate(zip(paths, places, strict=True)):
-        met_in = [path] if functions[path] else [one for one, tree in trees.items() if _imports(tree, path.stem)]
+        met_in = {path} if place else {path, *(one for one, tree in trees.items() if _imports(tree, path.stem))}
         starts = [(node.body, node.body[0]) for one in met_in for node in functions[one]]
         for body, statement in [place] if place else starts:
             call = ast.Expr(ast.Call(ast.Name("__ran__", ast.Load()), [ast.Constant(number)], []))

@@ -52,14 +52,17 @@ def test_every_drawn_mutant_is_another_program():
         assert ast.dump(ast.parse(mutant.apply(source))) != ast.dump(ast.parse(source)), mutant.show(source)
 
 
-def test_a_mistake_in_a_module_without_functions_is_met_in_those_of_modules_that_import_it(tmp_path):
-    texts = {"table": "SIZE = 3", "user": '"""A user."""\nfrom .table import SIZE\ndef use(): return SIZE'}
+def test_a_mistake_outside_functions_is_met_in_those_of_its_module_and_of_modules_that_import_it(tmp_path):
+    texts = {"table": "SIZE = 3", "user": '"""A user."""\nfrom .table import SIZE\nTWO = 2\ndef use(): return SIZE'}
     for name, text in (texts | {"other": "from . import user\ndef other(): return 1"}).items():
         (tmp_path / f"{name}.py").write_text(text)
-    mutations.insert(tmp_path, [Mutant("table.py", "table.py:module:constant:1", 1, 7, 8, "(4)")], tmp_path / "met")
-    met = {path.stem for path in tmp_path.glob("*.py") if "__ran__(0)" in path.read_text()}
-    assert met == {"user"}
-    ast.parse((tmp_path / "user.py").read_text())
+    outside = [Mutant("table.py", "table.py:module:constant:1", 1, 7, 8, "(4)")]
+    outside.append(Mutant("user.py", "user.py:module:constant:1", 3, 6, 7, "(3)"))
+    mutations.insert(tmp_path, outside, tmp_path / "met")
+    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.py")}
+    met = [{name for name, text in texts.items() if f"__ran__({number})" in text} for number in (0, 1)]
+    assert met == [{"user"}, {"user", "other"}]
+    ast.parse(texts["user"])
 
 
 def test_what_is_argued_about_is_there():
