@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
+from paramp.parallel.tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.styles import ExpertSlices
 
 
@@ -65,6 +66,13 @@ def test_modules_are_refused_by_name(module, message):
 def test_what_cannot_be_cut_is_named(style, slices, message):
     with pytest.raises(paramp.ConfigError, match=message):
         start(nn.Sequential(nn.Linear(12, 6)), slices=slices, plan={"0": style})
+
+
+def test_a_conv1d_has_inputs_and_outputs_the_other_way_round():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    for style, message in (PackedColwise(), r"'0' has 6 outputs"), (PackedRowwise(), r"'0' has 12 inputs"):
+        with pytest.raises(paramp.ConfigError, match=message):
+            start(nn.Sequential(conv1d(6, 12)), plan={"0": style})
 
 
 class Scale(nn.Module):
