@@ -181,7 +181,7 @@ class _Generators:
         others: set[type] = set()
         for name, loaded in list(sys.modules.items()):
             variables = dict(vars(loaded)) if isinstance(loaded, ModuleType) else {}
-            classes = set(map(type, variables.values())) - others  # the values are some hundred thousand, of few classes
+            classes = set(map(type, variables.values())) - others  # of some hundred thousand values
             others |= {cls for cls in classes if not _kind_of(cls)}
             for variable, value in variables.items() if classes - others else ():
                 if _kind(value):
