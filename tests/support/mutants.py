@@ -5,10 +5,10 @@ tests run once without a mistake, and which of them meet which mistake is record
 of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those of ``tests/system``
 and long ones run if no other fails.
 
-A mutant is killed if a test fails that has passed without it. One with which tests do not end in time, and none fails,
-has timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find. What the
-tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on where
-the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
+A mutant is killed if a test fails that passes without it, also alone. One with which tests do not end in time, and none
+fails, has timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find.
+What the tests meet, and the results, are kept in ``.mutants`` with hashes of what they depend on: a second call goes on
+where the first one ended, and runs only what has changed. The call fails if fewer than 97 % are killed of those that
 ``tests/mutants.toml`` does not argue to be equivalent.
 """
 
@@ -201,6 +201,7 @@ class Results:
         self._met, self._most = met, most
         self._path, self._lock = KEPT / "results.json", threading.Lock()
         self._kept = _read(self._path)
+        self._alone: dict[str, str] = self._kept.setdefault("alone", {})
 
     def _hash(self, mutant: Mutant, killer: str, most: float) -> str:
         """Of what the result depends on: the test that has found the mistake, or else all that run."""
@@ -225,23 +226,45 @@ class Results:
         number = _first(tests, FIRST)
         how, killer = "lived" if tests else "not covered", ""
         for batch in filter(None, (tests[:number], tests[number:])):
-            files = [one.name.partition("::")[0] for one in batch]
-            names = sorted((one.name for one in batch), key=lambda name: files.index(name.partition("::")[0]))
-            with tree.changed(mutant.module, mutant.apply(_text(f"paramp/{mutant.module}").encode())):
-                result, _ = tree.run(["-x", "-rfE", *names], LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch))
-            log = tree.log.read_text(errors="replace")
-            if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
-                how = "timed out"
-            elif result == "failed":
-                failed = FAILED.search(log)  # the name of a case, and a reason
-                killer = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
-                how = "killed"
+            end, killer = self.end(mutant, batch, tree)
+            how = end or how
+            if killer:
                 break
         with self._lock:
             found = {"how": how, "hash": self._hash(mutant, killer, self._most), "by": killer, "most": self._most}
             self._kept[mutant.name] = found
             _write(self._path, self._kept)
         return f"{how}: {mutant.name} {killer}"
+
+    def end(self, mutant: Mutant, batch: Sequence[Timed], tree: Tree) -> tuple[str, str]:
+        """``killed`` and the test of ``batch`` that has found ``mutant``; ``timed out``, or nothing, and no name."""
+        files = [one.name.partition("::")[0] for one in batch]
+        names = sorted((one.name for one in batch), key=lambda name: files.index(name.partition("::")[0]))
+        limit = LEAST_SECONDS + FACTOR * sum(one.seconds for one in batch)
+        while names:
+            with tree.changed(mutant.module, mutant.apply(_text(f"paramp/{mutant.module}").encode())):
+                result, _ = tree.run(["-x", "-rfE", *names], limit)
+            log = tree.log.read_text(errors="replace")
+            if result == "timeout" or (result == "failed" and TIMED_OUT.search(log)):
+                return "timed out", ""
+            if result == "passed":
+                return "", ""
+            failed = FAILED.search(log)  # the name of a case, and a reason
+            first = next((name for name in names if failed and f"{failed[1]} ".startswith(f"{name} ")), names[0])
+            if self._passes_alone(first, tree):
+                return "killed", first
+            names.remove(first)
+        return "", ""
+
+    def _passes_alone(self, name: str, tree: Tree) -> bool:
+        """Whether the test passes without a mistake, and without those that ran before it when that was recorded."""
+        file = _text(name.partition("::")[0])
+        if self._alone.get(name) != _hash(file):
+            result, _ = tree.run([name], LEAST_SECONDS + FACTOR * self._met.seconds[name])
+            if result != "passed":
+                return False
+            self._alone[name] = _hash(file)
+        return True
 
 
 def _first(tests: Sequence[Timed], seconds: float) -> int:

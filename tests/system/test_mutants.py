@@ -11,7 +11,7 @@ import mutations
 import pytest
 import warm
 from families import family, long
-from mutants import Tree
+from mutants import Timed, Tree
 from mutations import Mutant
 
 RECORDED = """
@@ -38,6 +38,14 @@ def test_in_a_cold_process():
 def test_that_fails():
     matches("a", "*")
     assert False
+
+ENDED = []
+
+def test_before():
+    ENDED.append("before")
+
+def test_behind():
+    assert matches("a", "*") and ENDED
 """
 
 
@@ -94,7 +102,8 @@ def test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake(mo
         assert f"without a mistake: {file}::test_that_fails" in how
         names = [f"{file}::test_{name}" for name in ("here[a]", "here[b]", "on_ranks")]
         names += [f"{file}::test_in_a_{kind}_process" for kind in ("warm", "cold")]
-        assert {one.name for one in met.tests(every)} == {*names}
+        behind = f"{file}::test_behind"
+        assert {one.name for one in met.tests(every)} == {*names, behind}
         assert [one.name for one in met.tests(stars)] == [f"{file}::test_on_ranks"]
         again = mutants.Met([every, stars], [file])
         assert (again.is_known, again.tests(every)) == (True, met.tests(every))
@@ -103,3 +112,11 @@ def test_what_meets_a_mutant_is_recorded_in_every_process_and_has_its_mistake(mo
         with changed.changed(every.module, every.apply((mutations.ROOT / "paramp" / every.module).read_bytes())):
             assert changed.run(names, 100)[0] == "failed"
         assert "5 failed" in changed.log.read_text()
+        monkeypatch.setattr(mutants, "KEPT", Path(folder))
+        results = mutants.Results(met)
+        found = results.run(every, changed)
+        assert found.startswith("killed: ")
+        assert results.how(every) == "killed"
+        assert behind not in found  # the first that fails, as it is the shortest, but not alone
+        assert results.end(every, [Timed(behind, 0.1)], changed) == ("", "")
+        assert results.end(every, [Timed(behind, 0.1), Timed(names[0], 0.1)], changed) == ("killed", names[0])
