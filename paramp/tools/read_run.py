@@ -120,7 +120,7 @@ def _keep_numbers(records: Iterable[Record], left_out: list[str]) -> None:
             if not isinstance(value, int | float | None):
                 left_out.append(f"step {record['step']}, {key}: got {shown(value)}, expected a number or null")
                 del record[key]
-            elif value is not None and not abs(value) <= LARGEST:
+            elif value is not None and not abs(value) < LARGEST:
                 record[key] = None
 
 

@@ -25,7 +25,7 @@ EVENTS, TRACES = "events.jsonl", "traces"
 Finding: TypeAlias = OverflowReport | GradientHistogram | Timeline | Sequence[Difference]
 """What an observation of a step returns."""
 LARGEST = 2.0**128
-"""Numbers beyond it count as not finite in the figures, which are in fp32."""
+"""Numbers from it on count as not finite in the figures, which are in fp32."""
 LAST_STEP = 10**15
 """The largest step, here and below zero; fp64 tells the middle between two steps from both."""
 
@@ -140,7 +140,7 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= LARGEST
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _is_text(value: object) -> bool:

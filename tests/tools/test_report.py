@@ -199,7 +199,8 @@ def test_the_tables_of_a_run():
     assert facts["state"] == "no end recorded"
     assert (facts["steps"], facts["loss"], facts["overflows"]) == ("4", "2.0000", "1 (25 %)")
     assert duration(RUN) == "1 h 30 min"
-    assert duration(LoggedRun("timed", [{"step": 1, "step_seconds": 60.0, "val_seconds": 5.5}])) == "1 min 6 s"
+    for seconds, shown in (60.0, "1 min 6 s"), (172700.0, "47 h 58 min"), (172794.0, "2 d 0 h"):
+        assert duration(LoggedRun("timed", [{"step": 1, "step_seconds": seconds, "val_seconds": 5.5}])) == shown
     (first, error), (second, _) = launches(RUN).rows
     layout = "pp\N{NO-BREAK SPACE}2 · tp\N{NO-BREAK SPACE}2 · zero\N{NO-BREAK SPACE}1"
     assert first == [1, "2026-01-01 10:00:00", "start", "step 3", layout, 4, "16-mixed", "2.x", "RuntimeError"]
@@ -210,6 +211,8 @@ def test_the_tables_of_a_run():
     assert message == "backward overflow\n  in <w>"
     assert differences(RUN).rows == [(["4", "weight", "head", "1", "0, 2"], "")]
     assert replicas_text(RUN) == "Replicas were compared 2 times, after steps 2 to 4: they differed once."
+    many = launches(LoggedRun("many", RUN.records, [LAUNCH] * 502))
+    assert (len(many.rows), many.rows[0][0][0], many.left_out) == (500, 3, 2)
 
 
 def test_the_page_is_one_file_that_loads_nothing(tmp_path, capsys):
@@ -335,6 +338,8 @@ def test_numbers_beyond_fp32_count_as_not_finite_and_times_without_a_zone_are_lo
     end = {"event": "end", "time": "2026-01-01T10:00:05", "step": 9, "error": None}
     run = read_run(folder_of(tmp_path, records, [LAUNCH, end]))
     page_of(run)
+    ends = [{"step": 1, "loss": -2.0**128}, {"step": 2, "loss": float(np.finfo(np.float32).min)}]
+    assert read_run(folder_of(tmp_path / "ends", ends, [])).records == [{"step": 1, "loss": None}, ends[1]]
     assert dict(head(run))["loss"] == "not finite"
     assert not np.isfinite(run.series("n")[1]).any()
     assert run.left_out == []
