@@ -338,7 +338,7 @@ def test_numbers_beyond_fp32_count_as_not_finite_and_times_without_a_zone_are_lo
     end = {"event": "end", "time": "2026-01-01T10:00:05", "step": 9, "error": None}
     run = read_run(folder_of(tmp_path, records, [LAUNCH, end]))
     page_of(run)
-    ends = [{"step": 1, "loss": -2.0**128}, {"step": 2, "loss": float(np.finfo(np.float32).min)}]
+    ends = [{"step": 1, "loss": -(2.0**128)}, {"step": 2, "loss": float(np.finfo(np.float32).min)}]
     assert read_run(folder_of(tmp_path / "ends", ends, [])).records == [{"step": 1, "loss": None}, ends[1]]
     assert dict(head(run))["loss"] == "not finite"
     assert not np.isfinite(run.series("n")[1]).any()
