@@ -187,7 +187,8 @@ INVENTORY = (
     Private("torch.distributed.tensor.placement_types", "_StridedShard", "FSDP2 over tensor shards"),
     Private("torch.distributed.tensor.parallel.ParallelStyle", "_apply", "styles of the tensor plan"),
     Private("torch.distributed.tensor", "_collective_utils _redistribute _sharding_prop", "releasing closed meshes"),
-    Private("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "releasing closed meshes", optional=True),
+    Private("torch.distributed.tensor.DTensor", "_op_dispatcher", "releasing closed meshes"),
+    Private("torch._C", "_clear_DTensor_sharding_propagator_cache", "releasing closed meshes", optional=True),
     Private(
         "torch.distributed.tensor._redistribute",
         "clear_redistribute_planner_cache _gen_transform_infos _gen_transform_infos_non_cached",

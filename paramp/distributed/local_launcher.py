@@ -23,6 +23,8 @@ ABORTED = (
 )
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_OF_ONE_RUN = 60.0
+SECONDS_TO_END = 5.0
+"""The time that ranks have to end by themselves once another one has failed, and again after SIGTERM."""
 SECONDS_TO_SAVE = 30.0
 """The time that ranks have to save a checkpoint after SIGTERM; as long as torchrun gives them."""
 
@@ -104,7 +106,7 @@ def _wait(
         failures = [(files[rank].exists(), rank, code) for rank, code in enumerate(codes) if code]
         if failures:
             reported, rank, failed = min(failures)  # the others may have failed because of one that could not say so
-            _end(processes, grace=5.0)
+            _end(processes, grace=SECONDS_TO_END)
             if not reported:
                 unreported(f"rank {rank} {_how(failed)}")
             return failed if failed > 0 else 128 - failed
@@ -119,9 +121,10 @@ def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{ABORTED if -code == signal.SIGABRT else ''}"
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float = 5.0) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace: float = 0.0, to_stop: float | None = None) -> None:
     """Wait ``grace`` seconds for ``processes``, then send SIGTERM, and after ``to_stop`` more seconds SIGKILL."""
-    for ask, patience in ((None, grace), (signal.SIGTERM, to_stop), (signal.SIGKILL, 5.0)):
+    to_stop = SECONDS_TO_END if to_stop is None else to_stop
+    for ask, patience in ((None, grace), (signal.SIGTERM, to_stop), (signal.SIGKILL, SECONDS_TO_END)):
         alive = [process for process in processes if process.poll() is None]
         if ask is not None:
             for process in alive:

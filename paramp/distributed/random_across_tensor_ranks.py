@@ -34,8 +34,8 @@ def sharded_random() -> Iterator[None]:
         return
     with unwatched():  # not a draw of the model
         common = int(torch.randint(2**62, ()))
-    with forked(device):
-        torch.manual_seed(derive_seed(common, rank))
+    with forked(device) as seed:
+        seed(derive_seed(common, rank))
         COMMON.append(itertools.count(common))
         try:
             with _within(True):
@@ -58,8 +58,8 @@ def replicated_random() -> Iterator[None]:
         with _within(False):
             yield
         return
-    with forked(TENSOR_PLACES[-1][2]), _within(False):
-        torch.manual_seed(derive_seed(next(COMMON[-1]), "replicated"))
+    with forked(TENSOR_PLACES[-1][2]) as seed, _within(False):
+        seed(derive_seed(next(COMMON[-1]), "replicated"))
         yield
 
 

@@ -27,7 +27,7 @@ from ..base.dtensor import is_dtensor, own_part, resolved, wrap
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, carry_over, shallow_copy, stored_dtype
 from ..distributed.context import current_context
-from ..distributed.rng import cpu_seeds, derive_seed
+from ..distributed.rng import derive_seed, forked
 from ..precision.compute_context import default_dtype
 from ..precision.modes import Mode, Precision
 
@@ -161,7 +161,7 @@ def materialize(
             filled[like] = _shard(value, like, dtype, device)
         return filled[like]
 
-    with cpu_seeds() as seed_cpu:
+    with forked(torch.device("cpu")) as seed_cpu:
         for name, original in (whole or outline(module)).named_modules():
             if is_on_meta(original):
                 seed_cpu(derive_seed(seed, name))

@@ -13,6 +13,7 @@ import warm
 from commands import PYTHON, ROOT, python, start, succeeded
 
 import paramp
+from paramp.distributed import local_launcher
 
 SESSION = """
 import sys, threading, traceback
@@ -109,6 +110,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     """Also from a thread that is not the main one."""
     warm.start()
     monkeypatch.setattr(sys, "executable", PYTHON)
+    monkeypatch.setattr(local_launcher, "SECONDS_TO_END", 1.0)
     lock = threading.Lock()
     errors = (
         (vanished, 2, paramp.LaunchError, "notebook: rank 1 ended with exit code 1 without an exception"),
@@ -121,7 +123,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
         (ended, 1, paramp.LaunchError, "notebook: rank 0 was ended by SIGKILL without an exception"),
         (stubborn, 1, paramp.LaunchError, "rank 0 failed: Stubborn: answer"),
     )
-    with ThreadPoolExecutor(2) as threads:  # beside the first, whose other rank has 5 s to end
+    with ThreadPoolExecutor(2) as threads:  # beside the first two, whose other rank is waited for
         calls = [threads.submit(paramp.notebook, fn, ranks=ranks) for fn, ranks, *_ in errors]
     for call, (*_, kind, message) in zip(calls, errors, strict=True):
         with pytest.raises(kind, match=message):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from commands import torchrun
+from commands import ROOT, python, succeeded, torchrun
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained, batches
 from small_engines import engine_of, gpt_engine, own_part, train_step
@@ -211,6 +211,26 @@ def test_a_world_is_split_where_all_of_it_is_one_communicator_that_is_connected(
     monkeypatch.setattr(dist, "get_backend_config", lambda: str(c10d.BackendConfig(dist.Backend(backend))))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert process_groups._world_splits() == splits
+
+
+CLOSED = """
+import sys, torch, paramp
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+decisions = torch._C._get_DTensor_sharding_propagator_cache_stats
+with paramp.launch_from_torch() as context:
+    one = distribute_tensor(torch.ones(4, 4), context.mesh["tp"], [Replicate()])
+    for _ in range(3):
+        one + 1
+    print(decisions())
+print(decisions(), "torch.distributed.tensor.debug" in sys.modules)
+"""
+
+
+def test_a_context_that_is_closed_forgets_decisions_of_dtensor_and_imports_nothing_for_it():
+    """torch's function for it is in a module that imports the inductor."""
+    result = succeeded(python("-c", CLOSED, PYTHONPATH=str(ROOT)))
+    assert result.stdout.splitlines() == ["(2, 1)", "(0, 0) False"]  # hits and misses
 
 
 @on_ranks(4)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.distributed.random_across_tensor_ranks import sharded_random
+from paramp.distributed import random_across_tensor_ranks
+from paramp.distributed.random_across_tensor_ranks import replicated_random, sharded_random
 from paramp.models import GPT
 from paramp.parallel.materialize import materialize
 
@@ -149,3 +150,17 @@ def test_filling_a_model_on_meta_seeds_no_gpu(monkeypatch):
     assert torch.equal(other["head.weight"], other["embedding.tokens.weight"])
     assert seeded == [7]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_on_shards_seeds_no_gpu(monkeypatch):
+    """The generators of the context's device, here the CPU's, are restored; those of others must stay as they are."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(random_across_tensor_ranks, "TENSOR_PLACES", [(1, 2, torch.device("cpu"))])
+    before = torch.get_rng_state()
+    with sharded_random():
+        sharded = torch.rand(())
+        with replicated_random():
+            assert torch.rand(()) != sharded
+    assert not torch.equal(torch.get_rng_state(), before)  # the stream's seed was drawn from it
+    assert seeded == []

@@ -166,7 +166,9 @@ def test_the_streams_of_a_gpu_go_on(tmp_path):
     """The device's default generator and that of its stage; the CPU's beside them."""
     script = str(ROOT / "tests/support/scripts/streams_of_a_gpu.py")
     result = succeeded(run([sys.executable, script, str(tmp_path)], PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}"))
-    went_on, resumed = json.loads(result.stdout)
+    went_on, resumed, (first, again, unchanged) = json.loads(result.stdout)
     assert resumed == went_on
+    assert first == again  # also the GPU's, with which the fake device draws other numbers than the CPU
+    assert unchanged == [True, True]
     numbers = [number for step in went_on for pair in step for number in pair]
     assert len(set(numbers)) == len(numbers) == 8

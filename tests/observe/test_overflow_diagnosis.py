@@ -54,7 +54,7 @@ LAYOUTS = {  # ranks, configuration
     "fsdp2-tp2": (4, {"parallel": SHARDS | {"tensor": 2}}),
     "fsdp2-pp2": (4, {"parallel": SHARDS | {"pipeline": FOUR}}),
 }
-PART = ["one", "zbv", "fsdp2-pp2"]
+PART = ["one", "zbv"]
 PLACES = [  # layout, module, rank, microbatch of the window, whether in the backward, value
     ("one", "blocks.1.attention.out", 0, 2, False, NAN),
     ("one", "norm", 0, 1, True, INF),

@@ -150,6 +150,7 @@ _PROPERTIES = SimpleNamespace(
 )
 _VALUES: dict[str, Any] = {"current_stream": _Stream(), "default_stream": _Stream(), "stream": contextlib.nullcontext()}
 """What functions of ``torch.cuda`` return."""
+_VALUES["device"] = contextlib.nullcontext()  # as a context, which makes one the current device
 _VALUES |= {"device_count": 1, "current_device": 0, "is_available": True, "is_initialized": True}
 _VALUES |= {"get_device_capability": (9, 0), "get_device_name": _PROPERTIES.name, "get_device_properties": _PROPERTIES}
 _VALUES |= {"is_bf16_supported": True, "get_amp_supported_dtype": [torch.float16, torch.bfloat16]}

@@ -1,6 +1,7 @@
 """What a program on a GPU draws after a save, and after a load in another process's place; on the fake device.
 
-Started as ``streams_of_a_gpu.py FOLDER``. The numbers, two lists of steps, go to stdout as JSON.
+Started as ``streams_of_a_gpu.py FOLDER``. The numbers, two lists of steps, go to stdout as JSON, and behind them what
+a context with a seed draws twice, and whether it left each stream as it was.
 """
 
 # isort: off
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramp
+from paramp.distributed.rng import forked, random_states
 
 
 def all_gather(object_list, obj, group=None):
@@ -82,7 +84,18 @@ def main(folder):
         fake_cuda.GENERATOR.manual_seed(6)
         draw(engine, 1)
         engine.load(folder / "saved")
-        return went_on, draw(engine, 2)
+        return went_on, draw(engine, 2), draw_seeded(torch.device("cuda", 0))
+
+
+def draw_seeded(device):
+    before = random_states(device)
+    with forked(device) as seed:
+        seed(3)
+        first = draw_own()
+        seed(3)
+        again = draw_own()
+    unchanged = [torch.equal(*pair) for pair in zip(before, random_states(device), strict=True)]
+    return first, again, unchanged
 
 
 if __name__ == "__main__":
