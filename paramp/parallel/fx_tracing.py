@@ -178,12 +178,11 @@ class _Generators:
             owner = f"module {name!r}" if name else type(module).__name__
             for generator in _held(vars(module), *map(vars, type(module).__mro__)):
                 self._names.setdefault(generator, f"the {type(generator).__name__} that {owner} holds")
-        others: set[type] = set()
         for name, loaded in list(sys.modules.items()):
             variables = dict(vars(loaded)) if isinstance(loaded, ModuleType) else {}
-            classes = set(map(type, variables.values())) - others  # of some hundred thousand values
-            others |= {cls for cls in classes if not _kind_of(cls)}
-            for variable, value in variables.items() if classes - others else ():
+            if not any(map(_kind_of, set(map(type, variables.values())))):  # classes, for values are some 100,000
+                continue
+            for variable, value in variables.items():
                 if _kind(value):
                     self._names.setdefault(value, f"{name}.{variable}")
         self._start = self._states()
