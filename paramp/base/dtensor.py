@@ -152,19 +152,18 @@ def forget_sharding_decisions() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    names = ("_collective_utils", "_redistribute", "_sharding_prop")
-    _collective_utils, _redistribute, _sharding_prop = (take(f"torch.distributed.tensor.{name}") for name in names)
+    names = ("_collective_utils", "_redistribute", "_sharding_prop", "DTensor._op_dispatcher")
+    collectives, redistribute, propagation, dispatcher = (take(f"torch.distributed.tensor.{name}") for name in names)
 
     def clear(owner: Any, name: str, method: str = "__call__") -> None:
         getattr(getattr(owner, name, None), method, lambda: None)()  # some versions of torch lack some of them
 
     # As debug._clear_sharding_prop_cache, whose module imports the inductor: 0.8 s at the end of a run.
-    propagator = take("torch.distributed.tensor.DTensor._op_dispatcher").sharding_propagator
-    clear(propagator, "propagate_op_sharding", "cache_clear")
+    clear(dispatcher.sharding_propagator, "propagate_op_sharding", "cache_clear")
     clear(torch._C, "_clear_DTensor_sharding_propagator_cache")
     # These caches keep meshes alive, and so their process groups and the threads of those groups.
-    clear(_redistribute, "clear_redistribute_planner_cache")
-    clear(_redistribute, "_gen_transform_infos", "cache_clear")
-    clear(_redistribute, "_gen_transform_infos_non_cached", "cache_clear")
-    clear(getattr(_collective_utils, "MeshTopoInfo", None), "build_from_mesh", "cache_clear")
-    clear(getattr(_sharding_prop, "ShardingPropagator", None), "_propagate_tensor_meta_cached", "cache_clear")
+    clear(redistribute, "clear_redistribute_planner_cache")
+    clear(redistribute, "_gen_transform_infos", "cache_clear")
+    clear(redistribute, "_gen_transform_infos_non_cached", "cache_clear")
+    clear(getattr(collectives, "MeshTopoInfo", None), "build_from_mesh", "cache_clear")
+    clear(getattr(propagation, "ShardingPropagator", None), "_propagate_tensor_meta_cached", "cache_clear")

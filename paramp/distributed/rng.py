@@ -49,23 +49,17 @@ class RandomStream:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """A context that restores torch's default generators of the CPU and, on a GPU, of ``device``.
-
-    It yields a function that seeds these. ``torch.manual_seed`` would seed every GPU, also those that are not restored,
-    and without one takes 1 ms, for a text of the call stack.
-    """
-    outer = random_states(device)
+    """A context that restores torch's generators of the CPU and of ``device``; yields a function that seeds them alone."""
 
     def seed(number: int) -> None:
+        # torch.manual_seed would seed every GPU, and without one take 1 ms, for a text of the call stack.
         torch.default_generator.manual_seed(number)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(number)
 
-    try:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield seed
-    finally:
-        set_random_states(outer, device)
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
