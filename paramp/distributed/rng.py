@@ -49,7 +49,7 @@ class RandomStream:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """A context that restores torch's generators of the CPU and of ``device``; yields a function that seeds them alone."""
+    """A context that restores the generators of the CPU and of ``device``; yields a function that seeds these alone."""
 
     def seed(number: int) -> None:
         # torch.manual_seed would seed every GPU, and without one take 1 ms, for a text of the call stack.
