@@ -2,8 +2,8 @@
 
 The mistakes (``mutations.py``) are drawn by a seed from all modules, in proportion to the places for them. First all
 tests run once without a mistake, and which of them meet which mistake is recorded. Then a mutant is written into a copy
-of the tree, and the test cases that meet it run there, the shortest first, until one fails. Those of ``tests/system``
-and long ones run if no other fails.
+of the tree, and the test cases that meet it run there, until one fails: those in the module's folder, then others, the
+shortest first. Those of ``tests/system`` and long ones run if no other fails.
 
 A mutant is killed if a test fails that passes without it, also alone. One with which tests do not end in time, and none
 fails, has timed out. One that no test meets lives, as does one that the first ten minutes of its tests do not find.
@@ -107,6 +107,7 @@ class Tree:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment |= {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1", warm.BARE: self._python}
         environment |= {"PARAMP_TEST_SHRINK": "0", "PARAMP_TEST_DEVICE": "cpu", "TMPDIR": str(temporary)}
+        environment["PARAMP_LAUNCH_TIMEOUT"] = "30"  # ranks that do not meet are an error within the time of a run
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder.parent / "inductor")} | variables
         start = time.monotonic()
         try:
@@ -180,7 +181,13 @@ class Met:
     def tests(self, mutant: Mutant) -> list[Timed]:
         """What meets ``mutant``, in the order in which it is to run."""
         met = [Timed(name, self.seconds[name]) for name in self._names.get(mutant.name, ())]
-        return sorted(met, key=lambda one: (one.name.startswith("tests/system/") or one.seconds > LONG, one.seconds))
+        own = f"tests/{mutant.module.partition('/')[0]}/"
+
+        def place(one: Timed) -> tuple[bool, bool, float]:
+            is_last = one.name.startswith("tests/system/") or one.seconds > LONG
+            return is_last, not one.name.startswith(own), one.seconds
+
+        return sorted(met, key=place)
 
 
 def _name(case: ElementTree.Element) -> str:

@@ -149,7 +149,7 @@ def test_a_port_in_use():
         taken.bind(("", 0))
         taken.listen()
         where = ["2", "localhost", str(taken.getsockname()[1])]
-        with start([*MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="3") as other:
+        with start([*MEET, "1", *where], PARAMP_LAUNCH_TIMEOUT="1") as other:
             result = run([*MEET, "0", *where])
             assert result.returncode != 0
             assert f"cannot listen on port {where[2]}" in result.stderr

@@ -73,6 +73,15 @@ def test_a_mistake_outside_functions_is_met_in_those_of_its_module_and_of_module
     ast.parse(texts["user"])
 
 
+def test_tests_of_the_modules_folder_run_first_and_those_of_the_system_last():
+    mutant = Mutant("engine/step.py", "engine/step.py:make:constant:1", 1, 0, 1, "(2)")
+    met = mutants.Met([mutant], [])
+    seconds = {"tests/optim/a": 0.1, "tests/engine/b": 0.3, "tests/system/c": 0.0, "tests/engine/d": 0.2}
+    seconds |= {"tests/engine/e": mutants.LONG + 1, "tests/engine_of_others/f": 0.0}
+    met.seconds, met._names = seconds, {mutant.name: [*seconds]}
+    assert "".join(one.name[-1] for one in met.tests(mutant)) == "dbfaec"
+
+
 def test_what_is_argued_about_is_there():
     argued = tomllib.loads(mutants.ARGUED.read_text()).get("equivalent", [])
     assert {one["mutant"] for one in argued} <= {one.name for one in mutations.all_sites()}
