@@ -37,7 +37,7 @@ LAYOUTS = {
     "fsdp2·cp2·ep2": (4, {"data": {"shard": 2}, "context": 2, "expert": 2}),
 }
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
-PART = [("1", "16-mixed"), ("dp2·ep2 + zero1", "bf16-naive")]
+PART = [("1", "16-mixed"), ("fsdp2·cp2·ep2", "bf16-naive")]
 CELLS = cases("expert matrix", EVERYTHING, PART, 4)
 TABLE = "experts"
 UNITS_LOSS = 2.0
