@@ -197,7 +197,6 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the process group is there already
     world = World(rank, size, device)
-    gc.set_threshold(20_000)  # each body ends with a collection; many more within it took 3 % of the time
     while True:
         try:
             module, name, kwargs, small, test = connection.recv()

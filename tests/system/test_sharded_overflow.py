@@ -36,11 +36,7 @@ ROWS = [(*case, offset("sharded overflow", number, 11)) for number, case in enum
 
 
 @family
-@pytest.mark.parametrize(
-    ("layout", "mode", "chosen"),
-    rarely(ROWS, ROWS[1]),
-    ids=map("-".join, CASES),
-)
+@pytest.mark.parametrize(("layout", "mode", "chosen"), rarely(ROWS, ROWS[1]), ids=map("-".join, CASES))
 @on_ranks(4, cuda=True)
 def test_one_bad_value_makes_all_ranks_skip_that_step_and_no_other(world, layout, mode, chosen):
     """In every parameter of every rank; ``make test`` takes every eleventh, another in each case."""
