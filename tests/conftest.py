@@ -43,6 +43,9 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
     if getattr(config.option, "numprocesses", None):
         warm.share()
+        config.option.tx = [f"{worker}//python={warm.python()}" for worker in config.option.tx]
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]
     if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
         # Each worker has its part of the cores, for itself and the ranks that it starts: those that wake others on
         # another core took a third more of the cores' time.
@@ -50,16 +53,22 @@ def pytest_configure(config):
         os.sched_setaffinity(0, cores[number % len(cores) :: config.workerinput["workercount"]])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """For the worker, which starts warm itself: what its tests start with ``sys.executable`` does not."""
+    node.workerinput["python"] = sys.executable
+
+
 def pytest_collection_modifyitems(config, items):
     """Neither tests of a GPU alone where there is none, so that what is listed as skipped is worth a look, nor what a
     sample leaves out."""
-    left_out = outside_sample(items)
+    left_out = {*outside_sample(items)}
     if "cuda" not in choice().devices:
-        left_out += [item for item in items if item.get_closest_marker("cuda")]
-    config.hook.pytest_deselected(items=left_out)
-    kept = set(items).difference(left_out)
+        left_out.update(item for item in items if item.get_closest_marker("cuda"))
+    config.hook.pytest_deselected(items=[*left_out])
     # The longest files first, so that no worker waits long for the last one; pytest-xdist keeps this order (Makefile).
-    items[:] = sorted((item for item in items if item in kept), key=lambda item: "system" not in item.path.parts)
+    kept = (item for item in items if item not in left_out)
+    items[:] = sorted(kept, key=lambda item: not {"system", "tools"} & {*item.path.parts})
 
 
 def pytest_collection_finish():

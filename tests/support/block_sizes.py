@@ -11,9 +11,9 @@ from typing import Any
 
 VARIABLE = "PARAMP_TEST_SIZES"
 SMALL: dict[str, Any] = {"WIDEN_BLOCK": 512, "BUCKET": 2**11, "KEPT": 192, "APART": 256, "HUGE": 2**14}
-SMALL |= {"SUM_PIECE": 128, "SAMPLED_RUN": 4, "COUNTED": 100, "TRACE_FILE": 2**14}
+SMALL |= {"SUM_PIECE": 512, "SAMPLED_RUN": 4, "COUNTED": 100, "TRACE_FILE": 2**14}
 SMALL["CHECKED_READ"] = 1000
-for _name, _size in {"STEP_BLOCK": 192, "SQUARES_BLOCK": 96, "HASHED_WORDS": 100, "ATTENTION_TILE": 4}.items():
+for _name, _size in {"STEP_BLOCK": 192, "SQUARES_BLOCK": 768, "HASHED_WORDS": 100, "ATTENTION_TILE": 4}.items():
     SMALL[_name] = {"cpu": _size, "cuda": _size}
 """By name in ``paramp.base.loop_block_sizes``."""
 _real: dict[str, Any] = {}

@@ -9,8 +9,9 @@ they do otherwise. Command lines with options of the interpreter, those in or wi
 all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
 ``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
-The workers of pytest-xdist use the servers of the process that started them (:func:`share`). :func:`bare` is for trees
-whose package is another one each time: its servers have not imported any, and those of the tests are forked from it.
+The workers of pytest-xdist are forked from the servers of the process that started them, and use them (:func:`share`).
+:func:`bare` is for trees whose package is another one each time: its servers have not imported any, and those of the
+tests are forked from it.
 """
 
 import atexit
@@ -38,6 +39,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import block_sizes
 
@@ -57,7 +59,7 @@ OPTIONAL += ["torchao.float8"]
 """Those that several tests import on each of their ranks."""
 
 CLIENT = """#!{python} -IS
-import marshal, os, signal, socket, sys
+import _signal, _socket, marshal, os, sys  # signal and socket take as long to import as Python to start
 words = sys.argv[1:]
 plain = words[1:] if words[:1] == ["-u"] else words
 def cold():
@@ -75,13 +77,14 @@ for tree in [".", *os.environ.get("PYTHONPATH", "").split(":")] if {package!r} e
 rank = os.environ.get("RANK", "")
 server = bin(int(rank)).count("1") % {servers} if rank.isdecimal() else 0
 files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd < 3 or os.path.exists(f"/proc/self/fd/{{fd}}")]
-connection = socket.socket(socket.AF_UNIX)
+connection = _socket.socket(_socket.AF_UNIX)
 try:
     connection.connect(os.path.join({folder!r}, str(server)))
 except OSError:
     cold()
 job = marshal.dumps((words, dict(os.environ), os.getcwd(), os.getpid(), os.getppid(), files))
-socket.send_fds(connection, [len(job).to_bytes(8, "big")], files)
+rights = b"".join(file.to_bytes(4, sys.byteorder) for file in files)
+connection.sendmsg([len(job).to_bytes(8, "big")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 connection.sendall(job)
 pid = int(connection.recv(20))
 def forward(number, _):
@@ -89,13 +92,13 @@ def forward(number, _):
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, forward)
+for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2):
+    _signal.signal(number, forward)
 connection.send(b"+")
 status = connection.recv(20)
 code = os.waitstatus_to_exitcode(int(status)) if status else 1
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+    _signal.signal(-code, _signal.SIG_DFL) if -code not in (_signal.SIGKILL, _signal.SIGSTOP) else None
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
@@ -173,54 +176,71 @@ def _start(place: Path, executable: str, package: str) -> None:
 # ----------------------------------------------------------------------------------------------------- the server
 
 
+class Job(NamedTuple):
+    """A process, the file that tells when it has ended, and the connection to its client."""
+
+    pid: int
+    ended: int
+    connection: socket.socket
+
+
 def serve(listener: socket.socket) -> list:
-    """Fork a process for every job, and another one that watches it. Returns in the processes of jobs, with the job."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch
-    while 0 not in select.select([listener, 0], [], [])[0]:
-        connection, _ = listener.accept()
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            return _start_job(connection)
-        connection.close()
-    os._exit(0)
+    """Fork a process for every job, and tell its client how it ended. Returns in those processes, with the job."""
+    events = select.poll()
+    events.register(0, select.POLLIN)
+    events.register(listener, select.POLLIN)
+    jobs: list[Job] = []
+    while True:
+        file, _ = events.poll()[0]
+        if file == 0:  # the tests are over
+            for job in jobs:
+                os.kill(job.pid, signal.SIGKILL)
+            os._exit(0)
+        if file == listener.fileno():
+            connection, _ = listener.accept()
+            words, files = _receive(connection)
+            pid = os.fork() if words else -1  # else the client has ended
+            if not pid:
+                listener.close()
+                for job in jobs:
+                    os.close(job.ended)
+                    job.connection.close()
+                _take_over(connection, files, words[-1])
+                return words
+            for received in files:
+                os.close(received)
+            if words:
+                jobs.append(Job(pid, os.pidfd_open(pid), connection))
+                events.register(jobs[-1].ended, select.POLLIN)
+                events.register(connection, 0)  # for its end only: what the client sends is for the process
+            continue
+        job = next(job for job in jobs if file in (job.ended, job.connection.fileno()))
+        events.unregister(job.connection)
+        if file != job.ended:  # the client was killed
+            os.kill(job.pid, signal.SIGKILL)
+        _, status = os.waitpid(job.pid, 0)
+        with contextlib.suppress(OSError):
+            job.connection.send(str(status).encode())
+        job.connection.close()
+        events.unregister(job.ended)
+        os.close(job.ended)
+        jobs.remove(job)
 
 
-def _start_job(connection: socket.socket) -> list:
-    """Fork the process of the client's job, and tell the client its number and how it ended."""
+def _receive(connection: socket.socket) -> tuple[list, list[int]]:
+    """The client's job and its open files; nothing, if it has ended."""
     header, files, _, _ = socket.recv_fds(connection, 8, 250)
     size = int.from_bytes(header, "big")
     with connection.makefile("rb") as stream:
         sent = stream.read(size)
-    if not size or len(sent) < size:
-        os._exit(1)  # the client has ended
-    job = marshal.loads(sent)
-    begin, go = os.pipe()
-    pid = os.fork()
-    if not pid:
-        # By its object, which else closes the number again when it is freed, by then perhaps of a file of the client's.
-        connection.close()
-        os.close(go)
-        os.read(begin, 1)  # when the client can pass signals on
-        os.close(begin)
-        _take_over(files, job[-1])
-        return job
-    for file in files:
-        os.close(file)
-    with contextlib.suppress(OSError):
-        connection.send(str(pid).encode())
-        os.write(go, connection.recv(1))
-    ended = os.pidfd_open(pid)
-    if ended not in select.select([ended, connection, 0], [], [])[0]:  # the client was killed, or the tests are over
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(OSError):
-        connection.send(str(status).encode())
-    os._exit(0)
+    return (marshal.loads(sent), files) if size and len(sent) == size else ([], files)
 
 
-def _take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give the client's files the numbers that they have there."""
+def _take_over(connection: socket.socket, files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the client's files the numbers that they have there, once it can pass signals on."""
+    with connection:  # closed by its object, which else closes the number when it is freed, by then of another file
+        connection.send(str(os.getpid()).encode())
+        connection.recv(1)
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files]
     for file in files:
         os.close(file)
@@ -307,6 +327,18 @@ def preload(package: bool) -> None:
     del sys.path[0]
 
 
+def use_huge_pages() -> None:
+    """Move this process's memory to pages of 2 MiB, of which Linux has far fewer to list anew for each fork."""
+    size, collapse = 2**21, 25  # MADV_COLLAPSE, which a kernel before 6.1 refuses
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        if access.startswith("rw") and inode == "0":
+            first, last = (int(address, 16) for address in addresses.split("-"))
+            first, last = -(-first // size) * size, last // size * size
+            if last > first:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), collapse)
+
+
 if __name__ == "__main__":
     gc.disable()
     preload(package=bool(sys.argv[3]))
@@ -315,5 +347,6 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_huge_pages()
     base_path, this = sys.path[1:], sys.modules["__main__"]
     end_with(become, serve(socket.socket(fileno=int(sys.argv[1]))), base_path, sys.argv[2])
