@@ -1,6 +1,7 @@
 import gc
 import importlib.util
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
     if getattr(config.option, "numprocesses", None):
         warm.share()
-        config.option.tx = [f"{worker}//python={warm.python()}" for worker in config.option.tx]
+        config.option.tx = [f"{worker}//python={shlex.quote(warm.python())}" for worker in config.option.tx]
     if hasattr(config, "workerinput"):
         sys.executable = config.workerinput["python"]
     if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
