@@ -30,7 +30,8 @@ from paramp import ConfigError
 from paramp.data.dataloader import shard_loader
 
 # Workers are not forked from the test process: it has threads by then, whose locks a fork may copy while they are held.
-multiprocessing.set_forkserver_preload(["pytest", "torch.distributed.tensor", "paramp.data.dataloader"])
+PRELOADED = ["pytest", "paramp.checkpoint.resharding", "paramp.engine.initialize", "paramp.models"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 WORKERS = {"multiprocessing_context": "forkserver"}
 
 

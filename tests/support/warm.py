@@ -55,7 +55,7 @@ PRELOADED += [
     for name in ("agent.server.local_elastic_agent", "rendezvous.c10d_rendezvous_backend", "rendezvous.registry")
 ]
 OPTIONAL = ["rich.live", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2", "peft"]
-OPTIONAL += ["torchao.float8"]
+OPTIONAL += ["torchao.float8", "transformers.trainer", "lightning.pytorch"]
 """Those that several tests import on each of their ranks."""
 
 CLIENT = """#!{python} -IS
