@@ -47,11 +47,11 @@ def pytest_configure(config):
         config.option.tx = [f"{worker}//python={shlex.quote(warm.python())}" for worker in config.option.tx]
     if hasattr(config, "workerinput"):
         sys.executable = config.workerinput["python"]
-    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
-        # Each worker has its part of the cores, for itself and the ranks that it starts: those that wake others on
-        # another core took a third more of the cores' time.
-        number, cores = int(config.workerinput["workerid"][2:]), sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number % len(cores) :: config.workerinput["workercount"]])
+        if hasattr(os, "sched_setaffinity"):
+            # Each worker has its part of the cores, for itself and the ranks that it starts: those that wake others on
+            # another core took a third more of the cores' time.
+            number, cores = int(config.workerinput["workerid"][2:]), sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cores[number % len(cores) :: config.workerinput["workercount"]])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -176,8 +176,8 @@ def _start(place: Path, executable: str, package: str) -> None:
 # ----------------------------------------------------------------------------------------------------- the server
 
 
-class Job(NamedTuple):
-    """A process, the file that tells when it has ended, and the connection to its client."""
+class Process(NamedTuple):
+    """One that runs a job, the file that tells when it has ended, and the connection to its client."""
 
     pid: int
     ended: int
@@ -189,42 +189,46 @@ def serve(listener: socket.socket) -> list:
     events = select.poll()
     events.register(0, select.POLLIN)
     events.register(listener, select.POLLIN)
-    jobs: list[Job] = []
+    running: list[Process] = []
     while True:
         file, _ = events.poll()[0]
         if file == 0:  # the tests are over
-            for job in jobs:
-                os.kill(job.pid, signal.SIGKILL)
+            for process in running:
+                os.kill(process.pid, signal.SIGKILL)
             os._exit(0)
-        if file == listener.fileno():
+        elif file == listener.fileno():
             connection, _ = listener.accept()
-            words, files = _receive(connection)
-            pid = os.fork() if words else -1  # else the client has ended
+            job, files = _receive(connection)
+            pid = os.fork() if job else -1  # else the client has ended
             if not pid:
                 listener.close()
-                for job in jobs:
-                    os.close(job.ended)
-                    job.connection.close()
-                _take_over(connection, files, words[-1])
-                return words
+                for process in running:
+                    os.close(process.ended)
+                    process.connection.close()
+                _take_over(connection, files, job[-1])
+                return job
             for received in files:
                 os.close(received)
-            if words:
-                jobs.append(Job(pid, os.pidfd_open(pid), connection))
-                events.register(jobs[-1].ended, select.POLLIN)
+            if job:
+                running.append(Process(pid, os.pidfd_open(pid), connection))
+                events.register(running[-1].ended, select.POLLIN)
                 events.register(connection, 0)  # for its end only: what the client sends is for the process
-            continue
-        job = next(job for job in jobs if file in (job.ended, job.connection.fileno()))
-        events.unregister(job.connection)
-        if file != job.ended:  # the client was killed
-            os.kill(job.pid, signal.SIGKILL)
-        _, status = os.waitpid(job.pid, 0)
-        with contextlib.suppress(OSError):
-            job.connection.send(str(status).encode())
-        job.connection.close()
-        events.unregister(job.ended)
-        os.close(job.ended)
-        jobs.remove(job)
+        else:
+            process = next(one for one in running if file in (one.ended, one.connection.fileno()))
+            events.unregister(process.ended)
+            events.unregister(process.connection)
+            running.remove(process)
+            _end(process, killed=file != process.ended)
+
+
+def _end(process: Process, *, killed: bool) -> None:
+    """Tell the client how its process has ended; ``killed``: the client was, and the process is to end."""
+    if killed:
+        os.kill(process.pid, signal.SIGKILL)
+    _, status = os.waitpid(process.pid, 0)
+    os.close(process.ended)
+    with process.connection, contextlib.suppress(OSError):
+        process.connection.send(str(status).encode())
 
 
 def _receive(connection: socket.socket) -> tuple[list, list[int]]:
