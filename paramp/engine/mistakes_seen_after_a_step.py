@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,9 @@ import torch
 
 from ..distributed.context import ParallelContext
 from ..optim.flat_buffer import FlatParam
+
+IS_TRAINED = operator.attrgetter("requires_grad")
+FROZEN_SINCE = 2.0**-20  # fewer than 2**20 ranks have it: their sum stays exact, and below 1
 
 
 class Presence:
@@ -21,17 +25,24 @@ class Presence:
     def __init__(self, params: Sequence[FlatParam], first_names: Mapping[str, str], context: ParallelContext) -> None:
         """``params``: this rank's; ``first_names``: for each name in the whole model, the parameter's first."""
         self._params, self._first_names, self._context = params, first_names, context
-        self._here: tuple[tuple[str, ...], torch.Tensor] | None = None
+        self._parameters = [param.parameter for param in params]
+        self._here: tuple[tuple[object, ...], torch.Tensor] | None = None
 
     def here(self, absent: Sequence[FlatParam]) -> torch.Tensor:
-        """1 for each parameter of the whole model that has a gradient on this rank, else 0; 1-dim float64.
+        """For each parameter of the whole model 1 if it has a gradient on this rank, else 0; 1-dim float64.
 
-        ``absent``: this rank's without a gradient.
+        It is :data:`FROZEN_SINCE` for a gradient of an earlier batch whose parameter is no longer trained. ``absent``:
+        this rank's parameters without a gradient.
         """
-        key = tuple(param.name for param in absent)
+        key = tuple(param.name for param in absent), tuple(map(IS_TRAINED, self._parameters))
         if self._here is None or self._here[0] != key:  # cached: a copy to a GPU synchronises
-            have = {self._first_names[param.name] for param in self._params if param.name not in set(key)}
-            values = torch.tensor([float(name in have) for name in dict.fromkeys(self._first_names.values())]).double()
+            without = set(key[0])
+            have = {
+                self._first_names[param.name]: 1.0 if param.parameter.requires_grad else FROZEN_SINCE
+                for param in self._params
+                if param.name not in without
+            }
+            values = torch.tensor([have.get(name, 0.0) for name in dict.fromkeys(self._first_names.values())]).double()
             self._here = key, values.to(self._context.device)
         return self._here[1]
 
@@ -39,18 +50,19 @@ class Presence:
         """The parameters of ``absent`` that have no gradient on any rank; ``num_present``: the sum of :meth:`here`.
 
         Raises:
-            RuntimeError: one of the others does not require a gradient here: this rank would add nothing to it.
+            RuntimeError: one of them does not require a gradient here and is trained on another rank: this rank would
+                add nothing to it.
         """
         present = dict(zip(dict.fromkeys(self._first_names.values()), num_present.tolist(), strict=True))
-        found = [param for param in absent if present[self._first_names[param.name]]]
-        frozen = [repr(param.name) for param in found if not param.parameter.requires_grad]
+        numbers = {param: present[self._first_names[param.name]] for param in absent}
+        frozen = [repr(param.name) for param in absent if numbers[param] >= 1 and not param.parameter.requires_grad]
         if frozen:
             raise RuntimeError(
                 f"step(): {', '.join(frozen[:3])}{' ...' * (len(frozen) > 3)} on "
                 f"{self._context.name_of(self._context.rank)} does not require a gradient, but has one on another "
                 "rank: requires_grad was changed after initialize on some ranks only; change it on every rank alike"
             )
-        return [param for param in absent if param not in found]
+        return [param for param in absent if numbers[param] == 0]
 
 
 def warn_of_vanished_gradient(num_steps: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -116,6 +116,23 @@ def test_a_parameter_is_stepped_if_any_rank_has_a_gradient(world, layout, make):
             pair.step(f"step {step}")
 
 
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"zero": 1}, FSDP2])
+@on_ranks(2)
+def test_a_gradient_from_before_its_parameter_was_frozen_is_stepped_with(world, parallel):
+    """As in plain torch, and though one rank has none. In the next window nothing changes the parameter."""
+    with paramp.launch_from_torch({"parallel": parallel}):
+        pair = Pair()
+        pair.backward(0, (True, True))
+        pair.step("trained")
+        pair.backward(1, (True, False))
+        for model in (pair.plain, pair.engine.module):
+            model.extra.requires_grad_(False)
+        pair.backward(2, (True, False))
+        pair.step("frozen inside of the window")
+        pair.backward(3, (True, True))
+        pair.step("frozen before it")
+
+
 def halve(parameter):
     parameter.grad.mul_(0.5)
 
