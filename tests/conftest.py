@@ -49,9 +49,10 @@ def pytest_configure(config):
         sys.executable = config.workerinput["python"]
         if hasattr(os, "sched_setaffinity"):
             # Each worker has its part of the cores, for itself and the ranks that it starts: those that wake others on
-            # another core took a third more of the cores' time.
+            # another core took a third more of the cores' time. One more than there are cores takes what is left idle.
             number, cores = int(config.workerinput["workerid"][2:]), sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, cores[number % len(cores) :: config.workerinput["workercount"]])
+            if number < len(cores):
+                os.sched_setaffinity(0, cores[number :: min(config.workerinput["workercount"], len(cores))])
 
 
 @pytest.hookimpl(optionalhook=True)
