@@ -146,7 +146,8 @@ FAULTS = {
     "backward pp2·tp2": ("pp2·tp2", "32-true", ("backward", 1, "blocks.0.mlp.up", 3), (1, 2)),
     "backward zero-bubble": ("pp2 zero-bubble", "32-true", ("backward", 0, "embedding", 6), (2, 1)),
     "loss dp2": ("dp2", "32-true", ("loss", 1, "", 1), (1, 3)),
-    "weight gradient dp2": ("dp2+zero", "32-true", ("weight gradient", 1, "blocks.1.dropout.1.weight", 2), (1, 3)),
+    # Of the second of two samples, whose sum is 60 times smaller; in the next microbatch it would be rounded away.
+    "weight gradient dp2": ("dp2+zero", "32-true", ("weight gradient", 1, "blocks.1.dropout.1.weight", 1), (1, 2)),
     "weight gradient tp2": ("tp2", "16-mixed", ("weight gradient", 1, "blocks.1.dropout.1.weight", 0), (1, 0)),
     "gradient dp2": ("dp2", "32-true", ("gradient", 0, "norm.bias", 0), (1, None)),
     "master pp2": ("pp2", "bf16-naive", ("master", 1, "blocks.1.mlp.up.weight", 1), (1, None)),
