@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16, torch.float64])
 @pytest.mark.real_sizes
 @pytest.mark.parametrize("size", [0, 1, 2**16 + 3, 2**22 + 5])
-def test_they_are_zeros_that_can_be_written(size, dtype):
+def test_tensors_are_zeros_that_can_be_written(size, dtype):
     first, second = (zeros_apart(size, dtype, CPU) for _ in range(2))
     assert (first.shape, first.dtype, first.is_contiguous()) == ((size,), dtype, True)
     first.add_(1)

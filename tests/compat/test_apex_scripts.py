@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from pages import run_code
 from pool import on_ranks
 from torch import nn
-from trainer_runs import LR, check_classifier, check_weights, classifier, plain_epochs, run_code, samples, sgd
+from trainer_runs import LR, check_classifier, check_weights, classifier, plain_epochs, samples, sgd
 
 from paramp.compat import apex
 from paramp.compat.apex import amp, optimizers

@@ -6,6 +6,7 @@ import io
 import math
 import re
 
+import pages
 import pytest
 import torch
 from commands import PYTHON, python, torchrun
@@ -15,7 +16,6 @@ from reference import batches, local, small_gpt
 from small_engines import each_raises, engine_of, everywhere, own_part
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_runs import text_of
 
 import paramp
 from paramp import ConfigError
@@ -29,7 +29,7 @@ from paramp.compat.colossalai.utils import get_current_device, get_dataloader
 # ------------------------------------------------------------------------------------- global_context and the logger
 
 
-def test_nothing_launched(capsys):
+def test_before_a_launch_questions_are_errors_and_the_logger_writes(capsys):
     assert not any(gpc.is_initialized(mode) for mode in ParallelMode)
     for question in (lambda: gpc.config, gpc.get_global_rank, lambda: gpc.get_world_size(ParallelMode.DATA)):
         with pytest.raises(RuntimeError, match=r"call paramp\.launch_from_torch"):
@@ -331,7 +331,7 @@ def test_a_script_without_a_with_closes_quietly(ranks, tmp_path):
 
 
 def test_the_names_in_the_pages_table_are_there():
-    table = text_of("from-colossalai.md").partition("## What is available")[2].partition("\n## ")[0]
+    table = pages.read("docs/from-colossalai.md").partition("## What is available")[2].partition("\n## ")[0]
     found = []
     for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
         owner = ""

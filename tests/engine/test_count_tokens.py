@@ -115,7 +115,7 @@ BY_DEFAULT = [("dp2", ACCUMULATED, "none"), ("1f1b", 1, "full"), ("ep2", ACCUMUL
 @family
 @pytest.mark.parametrize(("layout", "num_calls", "way"), rarely(CASES, *BY_DEFAULT))
 @on_ranks(2)
-def test_so_do_those_of_two_ranks(world, layout, num_calls, way):
+def test_accumulated_batches_of_two_ranks_balance_over_all_of_them(world, layout, num_calls, way):
     check_moe(num_calls, **TWO[layout], **WAYS[way])
 
 
@@ -131,7 +131,7 @@ FOUR = {
 @family
 @pytest.mark.parametrize("layout", rarely(FOUR, "ep2·pp2"))
 @on_ranks(4)
-def test_so_do_those_of_four(world, layout):
+def test_accumulated_batches_of_four_ranks_balance_over_all_of_them(world, layout):
     check_moe(ACCUMULATED, **FOUR[layout], **WAYS["full"])
 
 
@@ -214,14 +214,14 @@ def test_accumulated_batches_of_mixtral_balance_over_all_of_them(way):
 @family
 @pytest.mark.parametrize(("layout", "num_calls", "way"), rarely(CASES, ("1f1b", 1, "none"), ("ep2", 3, "full")))
 @on_ranks(2)
-def test_so_do_those_of_mixtral_on_two_ranks(world, layout, num_calls, way):
+def test_accumulated_batches_of_mixtral_balance_on_two_ranks(world, layout, num_calls, way):
     check_mixtral(num_calls, **TWO[layout], **WAYS[way])
 
 
 @family
 @pytest.mark.parametrize("layout", rarely(FOUR, "cp2·pp2"))
 @on_ranks(4)
-def test_so_do_those_of_mixtral_on_four(world, layout):
+def test_accumulated_batches_of_mixtral_balance_on_four_ranks(world, layout):
     check_mixtral(ACCUMULATED, **FOUR[layout], **WAYS["full"])
 
 

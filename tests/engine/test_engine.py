@@ -164,7 +164,7 @@ def test_the_collectives_of_a_step_are_few(world):
                 with Collectives() as collectives:
                     result = engine.step()
                     assert (result.stepped, result.overflow) == (not overflows, overflows)
-                    assert (result.grad_norm, result.num_zeros, result.loss) > (0, 0, 0)
+                    assert min(result.grad_norm, result.num_zeros, result.loss) > 0
                 engine.zero_grad()
                 if engine.num_steps == 2:
                     assert collectives.counts == {"allreduce": len(expected)}, (layout, collectives.counts)

@@ -80,7 +80,7 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
 
 @on_ranks(4)
 def test_data_ranks_that_shard_parameters_run_as_many_batches(world):
-    """Of four samples in microbatches of two, two and one: the data ranks run one, two and, at first, no parts."""
+    """One of them has a batch of two samples, the other one of three."""
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2}, "data": {"shard": 2}}}) as context:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
         expected = F.mse_loss(model(X[:5]), Y[:5]).detach()

@@ -44,7 +44,7 @@ def test_the_scheduler_stands_still_while_the_optimizer_does():
 SCHEDULES = {  # what steps after each batch, and whether that is a mistake
     "torch's": (lambda scheduler, result: scheduler.step(), True),
     "torch's, which waits": (lambda scheduler, result: scheduler.step() if result.stepped else None, False),
-    "by epoch": (lambda scheduler, result: scheduler.step() if result.overflow else None, False),
+    "torch's, at overflows only": (lambda scheduler, result: scheduler.step() if result.overflow else None, False),
     "by hand": (lambda scheduler, result: None, False),
 }
 

@@ -24,6 +24,7 @@ LAYOUTS = {
     "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
     "fsdp2": {"data": {"shard": 2}},
 }
+PRODUCTS = {"pp2·tp2": {"pipeline": 2, "tensor": 2}, "pp2·dp2": {"pipeline": 2, "data": 2}}
 OWN = ("python", "numpy")
 STREAMS = (*OWN, "torch", "stages")
 
@@ -74,7 +75,7 @@ def run_and_save(world, layout, path, load=None, wait=True, config_seed=0):
     It saves to ``path``, before the three steps and again after them. ``load`` is the path of a checkpoint that it
     begins with, after a step, in a process with other streams.
     """
-    with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "seed": config_seed}) as context:
+    with paramp.launch_from_torch({"parallel": (LAYOUTS | PRODUCTS)[layout], "seed": config_seed}) as context:
         engine = engine_of(nn.Sequential(*(Draws() for _ in range(4))), plan={})
         start = 10 if load is None else 90
         seed(start + world.rank)
@@ -95,7 +96,8 @@ def run_both(world, layout, path, wait):
 
 
 def on(layout, body, **options):
-    return run_on_ranks(1 if layout == "1" else 2, __name__, body, {"layout": layout} | options)
+    ranks = 1 if layout == "1" else 4 if layout in PRODUCTS else 2
+    return run_on_ranks(ranks, __name__, body, {"layout": layout} | options)
 
 
 @pytest.mark.parametrize(("layout", "wait"), [(name, index % 2 == 0) for index, name in enumerate(LAYOUTS)])
@@ -120,9 +122,12 @@ GOES_ON = {
     ("pp2", "1"): {},
     ("pp2", "pp2, two stages a rank"): {},
     ("tp2", "pp2"): {},
+    ("pp2", "pp2·tp2"): {0: 0},
+    ("pp2·tp2", "pp2·dp2"): {0: 0},
+    ("pp2·dp2", "pp2"): {0: 0},
 }
 """Layouts that save and load, and whose stages' streams go on there: data rank by data rank of before."""
-PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("tp2", "pp2")]
+PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("pp2·tp2", "pp2·dp2")]
 
 
 @family
@@ -136,9 +141,10 @@ def test_the_streams_in_another_layout(tmp_path, before, after):
     saved = on(before, "run_and_save", path=path)
     ranks, again, later = (on(after, "run_and_save", path=other, load=load) for load in (path, path, f"{path} later"))
     same = (before, after) == ("dp2", "fsdp2")  # every rank holds what it held
-    goes_on = {place[1]: steps for place, steps, _ in saved if place[2] == 0 and place[0] == 0}
+    goes_on = {place[:2]: steps for place, steps, _ in saved if place[2] == 0}  # of a stage and a data rank
     for rank, (place, resumed, without) in enumerate(ranks):
-        expected = [step["stages"] for step in goes_on.get(GOES_ON[before, after].get(place[1]), [])]
+        stream = (place[0], GOES_ON[before, after].get(place[1]))
+        expected = [step["stages"] for step in goes_on.get(stream, [])]
         found = [step["stages"] for step in resumed]
         if expected:
             assert found == expected

@@ -22,7 +22,7 @@ REFERENCES = {"gpt, looked at": "gpt"}
 @family
 @pytest.mark.parametrize("task", cases("fsdp uses", USES, ["own, shared parameter"], 1))
 def test_models_have_the_same_bits(task):
-    """Of weights, masters, moments, losses and norms; with steps that overflow, and others that are made.
+    """Of weights, masters, moments, losses and norms; of the GPT's four steps three overflow.
 
     ``system/test_reproducible`` trains the GPT on every layout in every mode.
     """

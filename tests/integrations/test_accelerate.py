@@ -13,24 +13,13 @@ import small_mlp
 import torch
 from accelerating import LAYOUTS, accelerating
 from families import cases, family
+from pages import code_of, difference_of
 from pool import World, on_ranks, run_on_ranks, shared_folder
 from reference import whole
 from small_mlp import batch, tensor_parallel
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from trainer_runs import (
-    INF,
-    LR,
-    MAX_NORM,
-    ROUNDING,
-    SCALE,
-    STEPS,
-    check_weights,
-    code_of,
-    difference_of,
-    in_plain_torch,
-    spoil,
-)
+from trainer_runs import INF, LR, MAX_NORM, ROUNDING, SCALE, STEPS, check_weights, in_plain_torch, spoil
 
 import paramp
 from paramp.integrations.accelerate import adopt

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
+from pages import run_code
 from torch import nn
-from trainer_runs import quiet, run_code
+from trainer_runs import quiet
 
 import paramp
 
@@ -52,7 +53,7 @@ def accelerate():
     pytest.importorskip("accelerate").state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_accelerate(accelerate):
+def test_a_loop_with_accelerate_reports_its_overflow(accelerate):
     from paramp.integrations.accelerate import adopt
 
     accelerator = adopt(accelerate.Accelerator(cpu=True, mixed_precision="fp16"))
@@ -63,7 +64,7 @@ def test_accelerate(accelerate):
         code("train_with_accelerate")(accelerator, model, optimizer, batches, lambda batch: model(**batch)["loss"])
 
 
-def test_hugging_face_trainer(tmp_path, accelerate):
+def test_hugging_faces_trainer_reports_its_overflow(tmp_path, accelerate):
     transformers = pytest.importorskip("transformers")
     from paramp.integrations.transformers import ParampTrainer
 
@@ -81,7 +82,7 @@ def test_hugging_face_trainer(tmp_path, accelerate):
             trainer.train()
 
 
-def test_lightning():
+def test_lightnings_trainer_reports_its_overflow():
     lightning = pytest.importorskip("lightning")
     from paramp.integrations.lightning import TrainerPrecision
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import cases, family
+from pages import difference_of
 from pool import on_ranks, run_on_ranks, shared_folder
 from small_mlp import batch, build
 from torch import nn
@@ -30,7 +31,7 @@ from trained_by_lightning import (
     shard,
     trained_module,
 )
-from trainer_runs import INF, LR, MAX_NORM, SCALE, STEPS, UNITS, check_weights, difference_of, in_plain_torch, quiet
+from trainer_runs import INF, LR, MAX_NORM, SCALE, STEPS, UNITS, check_weights, in_plain_torch, quiet
 
 import paramp
 from paramp.integrations.lightning import TrainerPrecision
@@ -102,7 +103,7 @@ ON_FOUR = ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (
 
 @family
 @pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 1))
-def test_the_trainer(name):
+def test_lightnings_trainer_follows_plain_torch(name):
     """On two ranks several modes, else one mode on four."""
     runs = ON_TWO if name == "two ranks" else [(layout, name) for layout in ON_FOUR]
     run_on_ranks(2 if name == "two ranks" else 4, __name__, "train_layouts", {"runs": runs})

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import family, long
+from pages import code_of, read, run_code
 from pool import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from trainer_runs import check_weights, code_of, quiet, run_code, text_of
+from trainer_runs import check_weights, quiet
 
 import paramp
 
@@ -128,7 +129,7 @@ def test_fp16_brings_training_and_inference_closer_than_bf16():
 
 
 def test_a_diff_of_the_page_has_at_most_ten_lines_and_its_calls_exist():
-    texts = re.findall(r"^```text\n(.*?)^```$", text_of("recipes.md"), re.M | re.S)
+    texts = re.findall(r"^```text\n(.*?)^```$", read("docs/recipes.md"), re.M | re.S)
     diffs = [body for body in texts if re.search(r"^[+-] ", body, re.M)]
     assert len(diffs) == 2
     for diff in diffs:

@@ -12,8 +12,9 @@ import pytest
 import titan
 import torch
 from families import cases, family
+from pages import difference_of, run_code
 from pool import run_on_ranks, shared_folder
-from trainer_runs import difference_of, run_code, spoil
+from trainer_runs import spoil
 
 import paramp
 from paramp.base.errors import ConfigError
@@ -134,7 +135,7 @@ CHECKPOINTS = ["a_resumed_run_goes_on", "a_checkpoint_without_a_scale_is_loaded"
 
 @family
 @pytest.mark.parametrize("body", cases("torchtitan bodies", CHECKPOINTS, CHECKPOINTS[:1], 1))
-def test_checkpoints(torchtitan, body):
+def test_a_checkpoint_is_loaded(torchtitan, body):
     run_on_ranks(2, __name__, body, {})
 
 

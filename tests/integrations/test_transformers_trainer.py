@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import cases, family
+from pages import code_of, difference_of
 from pool import on_ranks, run_on_ranks, shared_folder
 from reference import whole
 from small_engines import everywhere
 from torch import nn
 from torch.nn import functional as F
-from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, code_of, difference_of, quiet
+from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, quiet
 from trainer_runs import ROUNDING as ROUNDINGS
 
 import paramp

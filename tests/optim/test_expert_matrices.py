@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import cases, family
-from lamb import Lamb
+from lamb import adafactor, lamb
 from pages import blocks
 from pool import on_ranks, shared_folder
 from reference import assert_trained, local
@@ -46,15 +46,6 @@ def muon(model):
     vectors, matrices, stacks = split(model)
     adamw = torch.optim.AdamW(vectors, lr=1e-3, eps=1e-4)
     return [StackedMuon(stacks, lr=0.02), torch.optim.Muon(matrices, lr=0.02, ns_steps=STEPS), adamw]
-
-
-def lamb(model):
-    """The norm of a stack is that of all its experts."""
-    return [Lamb(model.parameters(), lr=0.01)]
-
-
-def adafactor(model):
-    return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
 
 
 def one_process(make, steps):

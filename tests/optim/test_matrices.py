@@ -9,7 +9,7 @@ import torch
 from beside_plain import randn, train_both
 from counting import Collectives
 from families import cases, family
-from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random, Slow
+from lamb import ClipsItself, Elementwise, Lamb, Named, OfElements, OfMatricesOnly, Random, Slow, adafactor, lamb
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained, batches, local, small_gpt
 from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, sgd, train_step
@@ -33,15 +33,6 @@ def split(model):
 def muon_and_adamw(model):
     hidden, rest = split(model)
     return [torch.optim.Muon(hidden, lr=1e-3), torch.optim.AdamW(rest, lr=1e-3, eps=1e-4)]
-
-
-def lamb(model):
-    """Over all parameters: replicated and 1-dim ones too."""
-    return [Lamb(model.parameters(), lr=0.01)]
-
-
-def adafactor(model):
-    return [torch.optim.Adafactor(model.parameters(), lr=0.01)]
 
 
 def lamb_of_the_last_norm(model):
@@ -121,7 +112,7 @@ def on(layout, body, **options):
 
 def segment(world, layout, make, path, number):
     """The weights after two steps from the checkpoint of the segment before."""
-    context, engine = start(LAYOUTS[layout][1], globals()[make], mode_for(make))
+    context, engine = start(LAYOUTS[layout][1], MAKES[make], mode_for(make))
     with context:
         if number:
             train(engine, 1, first=20)  # what it has done before a load does not matter
@@ -137,7 +128,7 @@ def mode_for(make):
     return "64-true" if "muon" in make else "32-true"
 
 
-MAKES = ("muon_and_adamw", "lamb", "lamb_of_the_last_norm", "adafactor", "plain_steps")
+MAKES = {make.__name__: make for make in (muon_and_adamw, lamb, lamb_of_the_last_norm, adafactor, plain_steps)}
 IN_TURN = [(layout, "one", layout) for layout in LAYOUTS]
 IN_TURN += [("fsdp2·tp2", "tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2", "fsdp2"), ("fsdp2", "tp2", "one")]
 IN_TURN += [("dp2 + zero1", "hsdp2x2", "fsdp2"), ("fsdp4", "fsdp2·pp2", "pp2·tp2")]
@@ -153,7 +144,7 @@ def test_optimizers_of_whole_matrices_follow_one_process(layouts, make, tmp_path
     for number, layout in enumerate(layouts):
         found = on(layout, segment, make=make, path=str(tmp_path / make), number=number)
     exact = mode_for(make) == "64-true"
-    expected = one_process(globals()[make], 2 * len(layouts), torch.float64 if exact else torch.float32)
+    expected = one_process(MAKES[make], 2 * len(layouts), torch.float64 if exact else torch.float32)
     begun = small_gpt(num_layers=2).state_dict()
     assert_trained(found, expected, begun, atol=1e-12 if exact else 2e-5, what=f"{make} on {layouts}")
 

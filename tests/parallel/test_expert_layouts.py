@@ -159,14 +159,14 @@ def test_gradients_and_a_training_are_those_of_one_process(world, name, layout, 
 @family
 @pytest.mark.parametrize(("name", "layout", "kind"), cells(SMALL_LAYOUTS, ("GPT-OSS", "fsdp·ep2", "AdamW")))
 @on_ranks(2)
-def test_those_of_two_ranks_are_too(world, name, layout, kind):
+def test_gradients_and_a_training_of_two_ranks_are_those_of_one_process(world, name, layout, kind):
     check_cell(name, layout, kind, SMALL_LAYOUTS[layout])
 
 
 @family
 @pytest.mark.parametrize(("name", "layout", "kind"), cells(LARGE_LAYOUTS, ("Qwen3-MoE", "fsdp2·ep2·pp2", "SGD")))
 @on_ranks(8)
-def test_those_of_eight_ranks_are_too(world, name, layout, kind):
+def test_gradients_and_a_training_of_eight_ranks_are_those_of_one_process(world, name, layout, kind):
     check_cell(name, layout, kind, LARGE_LAYOUTS[layout])
 
 

@@ -173,31 +173,31 @@ def test_padding_moves_no_bias(counted, checkpointing):
 
 
 @pytest.mark.parametrize("give", [in_a_loop, by_queries])
-def test_nor_does_it_where_the_mask_is_given_otherwise(give):
+def test_padding_moves_no_bias_where_the_mask_is_given_otherwise(give):
     check_padded(give=give)
 
 
 @on_ranks(2)
-def test_nor_does_that_of_another_rank(world):
+def test_padding_of_another_rank_moves_no_bias(world):
     for layout in ({"expert": 2}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}):
         check_padded(2 if "data" in layout else 1, parallel=layout, activation_checkpointing="full")
 
 
 @on_ranks(2)
-def test_nor_does_what_the_context_axis_adds_to_sequences(world):
+def test_what_the_context_axis_adds_to_sequences_moves_no_bias(world):
     """Ten tokens become twelve; with a mask of padding and without one."""
     check_padded(length=10, parallel={"context": 2})
     check_step(length=10, parallel={"context": 2})
 
 
 @on_ranks(2)
-def test_nor_does_it_in_slices_of_sequences(world):
+def test_padding_moves_no_bias_in_slices_of_sequences(world):
     for layout in ({"data": 2}, {"context": 2}):
         check_padded(parallel=layout, reproducible={"sequence_slices": 4})
 
 
 @on_ranks(2)
-def test_nor_does_it_in_stages_that_run_the_whole_forward(world):
+def test_padding_moves_no_bias_in_stages_that_run_the_whole_forward(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HuggingFaceAdapter, "_is_chain", False)
         check_padded(parallel={"pipeline": 2})
@@ -242,7 +242,7 @@ def trained_alone(whole, sequences, lr):
 
 
 @on_ranks(2)
-def test_nor_does_it_beside_adapters_which_train_as_in_one_process(world):
+def test_padding_moves_no_bias_beside_adapters_which_train_as_in_one_process(world):
     """Experts of the second step are chosen by the bias and by the router that the first has moved."""
     (whole, sequences), lr = padded(padding=60), 0.5
     expected = [*trained_alone(whole, sequences, lr)]
@@ -291,7 +291,7 @@ def other(kind, **options):
 
 
 @pytest.mark.parametrize(("kind", "choices"), [*((kind, 2) for kind in OTHERS), ("Dots1ForCausalLM", 1)])
-def test_other_models_with_such_a_bias_have_it_too(kind, choices):
+def test_other_models_with_such_a_bias_move_it_too(kind, choices):
     """MiniMax-M2 has it beside its router, and in half-precision weights it is not rounded; also one expert a token."""
     tokens, owner = batch(8), OTHERS[kind][2]
     with paramp.launch_from_torch({"precision": "bf16-naive"}):

@@ -107,7 +107,7 @@ def test_loss_and_gradients_are_those_of_one_forward_of_the_whole_batch(world, n
     cases("router losses of four", [(n, one) for n in NAMES for one in FOUR], [("Qwen3-MoE", "ep2·pp2")], 2),
 )
 @on_ranks(4)
-def test_those_of_four_ranks_are_too(world, name, layout):
+def test_loss_and_gradients_of_four_ranks_are_those_of_one_forward_of_the_whole_batch(world, name, layout):
     check(name, reference(name), **FOUR[layout])
 
 

@@ -57,7 +57,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("source", PUBLISHED)
 @on_ranks(4)
-def test_published_norms(world, source):
+def test_the_norm_of_experts_is_the_published_one(world, source):
     """The norm is that of the whole model, each expert once, and all ranks clip by it."""
     dense, shape, of_dense, of_experts, norm = PUBLISHED[source]
     index = torch.arange(8).view(8, 1) % shape[0]

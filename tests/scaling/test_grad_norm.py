@@ -79,7 +79,7 @@ def test_the_norm_is_that_of_the_logical_model(world, layout, tied):
 @pytest.mark.parametrize("order", ORDERS)
 @on_ranks(4)
 def test_nonfinite_values_reach_every_rank(world, order):
-    """gloo's MAX drops NaN, so the infinity norm must not rest on it (FACTS 2)."""
+    """gloo's MAX drops NaN, so the infinity norm must not rest on it."""
     for bad, culprit in itertools.product((math.nan, math.inf), range(4)):
         with paramp.launch_from_torch({"parallel": {"pipeline": 4}}) as context:
             value = bad if world.rank == culprit else 1.0

@@ -188,7 +188,7 @@ def test_one_of_several_optimizers_overflows():
 
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_fused_optimizer_whose_first_step_is_skipped_starts_clean(unscaled):
-    """torch's fused SGD leaves its momentum uninitialised then (FACTS 21); also that of a group that comes later."""
+    """torch's fused SGD leaves its momentum uninitialised then; also that of a group that comes later."""
     weights = [parameter(size=1000), parameter(size=1000)]
     groups = [{"params": [weight]} for weight in weights]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
@@ -241,7 +241,7 @@ IMPOSSIBLE = {
 }
 
 
-def test_impossible_arguments():
+def test_impossible_arguments_are_errors():
     """CUDA without a GPU too, which torch's own takes and does nothing. The outermost scales are possible."""
     without = {} if torch.cuda.is_available() else {"torch sees no GPU": {"device": "cuda"}}
     for message, options in (IMPOSSIBLE | without).items():
@@ -256,7 +256,7 @@ def sharded(mesh, placement, value):
 
 @on_ranks(4)
 def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
-    """torch's scaler raises here, or lets one rank skip while another steps (FACTS 1)."""
+    """torch's scaler raises here, or lets one rank skip while another steps."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for culprit, where in itertools.product(range(4), range(3)):
         values = [

@@ -1,13 +1,16 @@
-"""The promises of README, docs and CHANGELOG, each with the test or the script that shows it: ``tests/claims.toml``.
+"""What shows the promises of README, docs and CHANGELOG: ``tests/claims.toml``.
 
 A claim is a sentence with a word of :data:`WORDS` or a number, outside of code; of a table, the whole of it, named by
 its first row. The list has a table for each page, and in it a line for each claim, with what shows it:
 
-    ["docs/scaler.md"]
-    "Every rank takes the same decision." = ["scaling/test_loss_scaler::test_every_rank_takes_one_decision"]
+    ["docs/checkpoints.md"]
+    "If it fails, they raise the error on every rank." = [
+        "checkpoint/test_atomic_dir::test_a_rank_that_cannot_write_is_every_ranks_error",
+    ]
 
-That are tests (``file::function``, the file below ``tests/`` and without its ending) and programs that print the figure
-(``benchmarks/step.py``). A sentence that promises nothing has one of :data:`KINDS` in their place.
+That are tests (``file::function``, the file below ``tests/`` and without its ending), programs that print the figure
+(``benchmarks/step.py``), and functions of ``tests/support`` that a command runs (``support/torch_versions::main``). A
+sentence that promises nothing has one of :data:`KINDS` in their place.
 """
 
 import json
@@ -70,6 +73,8 @@ def problem(shown: list[str] | str) -> str | None:
         path = ROOT / "tests" / f"{file}.py" if function else ROOT / file
         if not path.is_file():
             return f"{name}: there is no such file"
+        if function and not function.startswith("test_") and not file.startswith("support/"):
+            return f"{name}: is no test"
         if function and not re.search(rf"^\s*(async )?def {function}\b", path.read_text("utf-8"), re.MULTILINE):
             return f"{name}: there is no such test"
         if not function and path.is_relative_to(ROOT / "tests"):

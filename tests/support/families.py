@@ -1,7 +1,7 @@
 """Long families of tests: the same assertion for many cases. What a run tries of each is chosen by the environment.
 
-- By default, as in ``make test``: a part, in which most values of a parameter stand once. It is never empty
-  (``tests/system/test_families.py``).
+- By default, as in ``make test``: a part, in which most values of a parameter stand once. ``SAMPLE_ONLY`` in
+  ``tests/system/test_families.py`` lists the few tests that have none.
 - ``PARAMP_TEST_SEED``, any text: a sample of the other cases, and of those marked ``long`` a sixth; always the
   same for one seed (``.ci/run``).
 - ``PARAMP_TEST_WHOLE=1``: all cases (``make test-all``, ``make matrix``).
@@ -23,7 +23,7 @@ SEED = os.environ.get("PARAMP_TEST_SEED", "")
 family = pytest.mark.family
 """Marks the tests of a family, so that a sample can be run alone: ``pytest -m family``."""
 
-LONG = "long: make test-sample and make test-all run it"
+LONG = "long: make test-all runs it, make test-sample a sixth of such cases"
 long = pytest.mark.skipif(not (WHOLE or SEED), reason=LONG)
 """With :data:`family`, marks a long case of a test that has others."""
 

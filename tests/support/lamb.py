@@ -88,3 +88,12 @@ class Named(Lamb):
         if self.count != sum(len(group["params"]) for group in self.param_groups):
             raise RuntimeError("other parameters")
         super().step()
+
+
+def lamb(model):
+    """Over all parameters: replicated and 1-dim ones too. The norm of a stack is that of all its experts."""
+    return [Lamb(model.parameters(), lr=0.01)]
+
+
+def adafactor(model):
+    return [torch.optim.Adafactor(model.parameters(), lr=0.01)]

@@ -35,3 +35,22 @@ def functions_of(page: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(blocks(page, "python")[0], page, "exec"), names)
     return names
+
+
+def code_of(page: str, containing: str, language: str = "python") -> str:
+    """The block of a page of ``docs`` that contains the words."""
+    (found,) = (body for body in blocks(f"docs/{page}", language) if containing in body)
+    return found
+
+
+def run_code(page: str, containing: str, **names: Any) -> dict[str, Any]:
+    """The names after that block has run."""
+    exec(compile(code_of(page, containing), page, "exec"), names)
+    return names
+
+
+def difference_of(page: str) -> list[str]:
+    """The lines of the page's difference between a script before and after, which has at most ten."""
+    lines = blocks(f"docs/{page}", "text")[0].splitlines()
+    assert len(lines) <= 10
+    return lines

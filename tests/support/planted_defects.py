@@ -228,7 +228,7 @@ DEFECTS: dict[str, tuple[str, dict[str, Any], str | None, Wrap | str]] = {
     "a stage sends back half the gradient": (
         "encoder-decoder",
         PP,
-        "paramp.pipeline.stage.Stage.forward",
+        STAGE,
         gradient_times(0.5),
     ),
     "a stage has running statistics": ("batch norms", PP, "torch.nn.functional.batch_norm", in_eval_mode),

@@ -107,8 +107,8 @@ def plain_fp32_training(steps: int, num_layers: int = 4, clip: float | None = 1.
 def assert_trained(actual, expected, start, *, atol=0.0, rtol=0.0, of_way=None, still=(), what=""):
     """Each tensor of ``actual`` is near that of ``expected``, which is ten times as far from ``start`` as is allowed.
 
-    A training without a step, or with gradients of half the size, is then beyond the tolerance. The way and what is
-    allowed are root mean squares over a tensor.
+    A training without a step is then beyond the tolerance; so is one of SGD with gradients of half the size, which Adam
+    hides. The way and what is allowed are norms of a tensor.
 
     Args:
         atol: with ``rtol``, of each element, as ``torch.testing.assert_close`` takes them.

@@ -20,8 +20,8 @@ STEP = 0.5
 """Seconds on the clock between two turns; at a time-out of 3 s a rank beats every 0.6 s."""
 PAUSE = 0.02
 """Real seconds between two beats."""
-NOT_BEGUN, BEATS, ENDED = 0.0, 1.0, 2.0
-"""What a rank's heartbeat does."""
+BEATS, ENDED = 1.0, 2.0
+"""What a rank's heartbeat does; 0 before it begins."""
 
 
 class SharedClock:

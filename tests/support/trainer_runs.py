@@ -1,23 +1,21 @@
-"""What the tests of other trainers share: plain torch's training of a small model, how far a run is from it, pages.
+"""What the tests of other trainers share: plain torch's training of a small model, how far a run is from it.
 
 One step of a run overflows, on one rank; the plain training leaves it out.
 """
 
-import re
 import sys
 import warnings
 from contextlib import contextmanager
 
 import small_mlp
 import torch
-from commands import ROOT
 from reference import whole
 from torch import nn
 from torch.utils.data import TensorDataset
 
 SCALE, LR, STEPS, MAX_NORM = 1024.0, 0.2, 6, 0.5
 INF = float("inf")
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20, "no": 2.0**-20}
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-20, "no": 2.0**-20}  # fp32's of a sum
 UNITS = 24
 """Rounding errors by which a loss, a norm or a weight's way may differ."""
 
@@ -107,7 +105,7 @@ def check_classifier(found, expected, rounding=ROUNDING["fp16"], least=1e-5):
     check_weights(found, expected, start, rounding, least=least)
 
 
-# --------------------------------------------------------------------------------------------------- packages and pages
+# ------------------------------------------------------------------------------------------------------------- packages
 
 
 @contextmanager
@@ -124,27 +122,3 @@ def hide(monkeypatch, package, *also):
         monkeypatch.delitem(sys.modules, name)
     for name in (package, *also):
         monkeypatch.setitem(sys.modules, name, None)
-
-
-def text_of(page):
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
-
-
-def code_of(page, containing, language="python"):
-    """The block of the page that contains the words."""
-    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.M | re.S)
-    (found,) = (body for body in blocks if containing in body)
-    return found
-
-
-def run_code(page, containing, **names):
-    """The names after the block of the page has run."""
-    exec(compile(code_of(page, containing), page, "exec"), names)
-    return names
-
-
-def difference_of(page):
-    """The lines of the page's difference between a script before and after, which has at most ten."""
-    lines = re.search(r"^```text\n(.*?)^```$", text_of(page), re.M | re.S)[1].splitlines()
-    assert len(lines) <= 10
-    return lines

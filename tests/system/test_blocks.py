@@ -157,7 +157,7 @@ def marked(layout, mode, way):
 @family
 @pytest.mark.filterwarnings("ignore:compile.*run.* eagerly")  # the model, which is not tested here
 @pytest.mark.parametrize(("layout", "mode", "way"), [marked(*cell) for cell in cases("blocks", CELLS, PART, 3)])
-def test_training(layout, mode, way, tmp_path):
+def test_weights_masters_and_averages_are_those_of_fp64_in_every_block(layout, mode, way, tmp_path):
     given = {"mode": mode, "make": OWN_STEP if way == "own" else ADAMW, "parallel": LAYOUTS[layout]}
     given |= {"folder": tmp_path / "saved", "compile": way == "compiled"}
     if layout == "1":
@@ -172,7 +172,7 @@ RATE = {"bf16-true": 2.0**-14, "16-true": 2.0**-17}
 
 @family
 @pytest.mark.parametrize("mode", cases("stochastic blocks", ["bf16-true", "16-true"], ["bf16-true"], 1))
-def test_stochastic_rounding(mode):
+def test_stochastic_rounding_draws_for_each_element_of_every_block(mode):
     """Each weight is rounded by the bits of its index in the whole tensor. What is rounded is exact in fp32."""
     config = {"precision": mode, "rounding": "stochastic", "seed": 7}
     with paramp.launch_from_torch(config):

@@ -209,7 +209,7 @@ BY_DEFAULT = [
 def test_a_command_runs(command, clone):
     words = shlex.split(command)
     if words[0] == "make":
-        dry_run(*words[1:])  # the whole of it is what .ci/run does, or a benchmark
+        dry_run(*words[1:])  # each of them takes minutes; test_make_train_is_what_the_readme_says trains
         return
     if words[:2] == ["paramp", "report"] and not (clone / words[2]).exists():
         run_command(next(one for one in COMMANDS if f"--log-dir {words[2]}" in one), clone)

@@ -1,4 +1,4 @@
-"""The long families: each has a case in `make test`, and a sample of the others is told how to repeat."""
+"""The long families: which have a case in `make test`, and a sample of the others is told how to repeat."""
 
 import json
 from pathlib import Path

@@ -30,6 +30,6 @@ def test_weights_that_are_near_and_have_moved_pass():
         ((0.1,), {"of_way": 0.11}, "^$"),
     ],
 )
-def test_other_weights_do_not(values, options, message):
+def test_weights_that_are_far_or_have_not_moved_fail(values, options, message):
     with pytest.raises(AssertionError, match=message):
         check(*values, **options)

@@ -48,7 +48,6 @@ def test_incomplete_lines_are_ignored_and_several_runs_are_compared(tmp_path):
     from PIL import Image
 
     cut_off = folder_of(tmp_path / "a", tail='{"step": 4, "lo')
-    folder_of(cut_off, tail='{"step": 4, "lo')
     (cut_off / "metrics.1.jsonl").write_text("an earlier run")
     assert [record["step"] for record in read_run(cut_off).records] == [1, 2, 3]
     other = folder_of(tmp_path / "b", [{"step": 1, "loss": 2.0}])

@@ -313,7 +313,7 @@ WRONG_OPTIONS = {
 
 
 @pytest.mark.parametrize("message", WRONG_OPTIONS)
-def test_user_errors(message, tmp_path):
+def test_wrong_options_are_errors(message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         alone(replace(BLOCKS, plan=None, **WRONG_OPTIONS[message]), tmp_path)
 
