@@ -234,7 +234,7 @@ class OptimizerStep:
             all_reduce_(control)
         absent = self._gradients.absent
         # The host waits for the numbers only if they matter: tensor ranks alone differ only in what is frozen.
-        if is_shared and any(self._differ or not param.parameter.requires_grad for param in absent):
+        if is_shared and (self._presence.any_frozen or (absent and self._differ)):
             absent = self._presence.absent_everywhere(absent, control[NUM_SUMS:-1])
         max_norm = self._context.config.clip_grad_norm
         decision = decide(control[:NUM_SUMS], scale, self._losses.size, self._window.mean_factor, max_norm)

@@ -246,7 +246,7 @@ class FlatGradients:
             outside = self._outside()
         self.reduction.before_collection(found_inf)
         if self.outside.hooks:
-            self.outside.stop_watching()  # the first window has shown which gradients have other placements
+            self.outside.stop_watching(self.context)  # the first window has shown which gradients have other placements
         if outside:
             self.outside.collect(outside, found_inf, self.context.config.precision.reduce_dtypes.tp)
         for param in outside:

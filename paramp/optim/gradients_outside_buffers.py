@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ..base.collectives import sum_
 from ..base.dtensor import is_dtensor, local, version
 from ..base.torch_internals import expect
+from ..distributed.context import ParallelContext
 from ..scaling.complete_and_unscale_gradients import align_gradients, unscale_and_check_
 from .flat_buffer import FlatParam
 
@@ -33,7 +35,7 @@ class OutsideGradients:
 
     def __init__(self, params: Sequence[FlatParam], zeros: dict[FlatParam, int]) -> None:
         """``params``: where to look for other placements; ``zeros``: those of the :class:`FlatGradients`."""
-        self._zeros = zeros
+        self._params, self._zeros = params, zeros
         self._noted: dict[FlatParam, tuple[torch.Tensor, int]] = {}
         self.mismatched: list[FlatParam] = []
         self.hooks = [
@@ -42,10 +44,18 @@ class OutsideGradients:
             if is_dtensor(param.parameter)
         ]
 
-    def stop_watching(self) -> None:
-        """Remove the hooks."""
+    def stop_watching(self, context: ParallelContext) -> None:
+        """Remove the hooks. A collective of the data ranks: what one of them has found holds on all.
+
+        Else a rank whose batches have not used a parameter yet would reduce other buffers in its backward (ZeRO-1).
+        """
         while self.hooks:
             self.hooks.pop().remove()
+        found = torch.tensor([float(param.placement_mismatch) for param in self._params], device=context.device)
+        sum_([found], context.batch_axis.group)
+        for param, number in zip(self._params, found.tolist(), strict=True):
+            if number:
+                _note_mismatch(param, self.mismatched)
 
     def snapshot(self) -> None:
         """Record the gradients that stay outside until the window ends, for :meth:`is_unchanged`."""
@@ -88,10 +98,10 @@ class OutsideGradients:
         if arrived:
             whole = align_gradients([param.parameter for param in arrived], reduce_dtype)
             unscale_and_check_(whole, torch.ones_like(found_inf), found_inf)
-            torch._foreach_copy_(
-                [param.local_gradient for param in arrived],
-                [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived],
-            )
+            buffered = [param.local_gradient for param in arrived]
+            torch._foreach_copy_(buffered, [local(cast(torch.Tensor, param.parameter.grad)) for param in arrived])
+            # In a dispatch mode, as of a FLOP counter, torch's does not, and the gradients would count as absent.
+            torch.autograd.graph.increment_version(buffered)
 
 
 def _find_mismatch(
@@ -102,8 +112,12 @@ def _find_mismatch(
     It has no reference to the :class:`FlatGradients`, because the garbage collector does not traverse hooks.
     """
     if is_dtensor(gradient) and gradient.placements != cast("DTensor", param.parameter).placements:
-        if not param.placement_mismatch:
-            param.placement_mismatch = True
-            mismatched.append(param)
+        _note_mismatch(param, mismatched)
         if param.parameter.grad is param.gradient and param.version == zeros[param]:  # nothing was accumulated there
             param.parameter.grad = None
+
+
+def _note_mismatch(param: FlatParam, mismatched: list[FlatParam]) -> None:
+    if not param.placement_mismatch:
+        param.placement_mismatch = True
+        mismatched.append(param)

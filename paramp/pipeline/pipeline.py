@@ -22,7 +22,7 @@ from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
-from ..distributed.rng import forked
+from ..distributed.trials import without_draws
 from ..parallel.expert_balance import counted_alone
 from ..parallel.microbatches import Batch
 from .stage import Stage, Stages
@@ -254,7 +254,7 @@ class Pipeline:
         frozen = [parameter for parameter in self._trained if not parameter.requires_grad]
         try:
             alone, thawed = counted_alone(stage), _requiring_gradients(frozen, True)
-            with alone, thawed, keeping_buffers(stage), forked(self._context.device), torch.enable_grad():
+            with alone, thawed, keeping_buffers(stage), without_draws(self._context.device), torch.enable_grad():
                 args = microbatch.args
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)

@@ -464,3 +464,38 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_there(world, layou
         else:
             with pytest.raises(RuntimeError, match=r"'0\.bias' on rank 1 .* requires_grad was changed"):
                 engine.step()
+
+
+def layers(*, tied):
+    four = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    if tied:
+        four[3].weight = four[0].weight
+    return four
+
+
+FROZEN_IN_A_WINDOW = {"dp2": "3.bias", "tp2": "1.bias", "tied over stages": "0.weight"}
+"""Under tensor parallelism it is replicated; the tied one has another name on the stage that does not freeze it."""
+
+
+@pytest.mark.parametrize("layout", FROZEN_IN_A_WINDOW)
+@on_ranks(2)
+def test_one_that_is_frozen_on_one_rank_only_in_a_window_is_named_there(world, layout):
+    """It has a gradient on every rank."""
+    name, first = FROZEN_IN_A_WINDOW[layout], layout == "tied over stages"
+    pipeline = {"size": 2, "microbatches": 2}
+    parallel = {"dp2": {"data": 2}, "tp2": {"tensor": 2}}.get(layout, {"pipeline": pipeline})
+    with paramp.launch_from_torch({"parallel": parallel, "gradient_accumulation": 2}):
+        engine, x = engine_of(layers(tied=first), plan=PAIR if layout == "tp2" else None), torch.ones(4, 4)
+        assert not train_step(engine, x).stepped
+        assert train_step(engine, x).stepped
+        engine.zero_grad()
+        train_step(engine, x)
+        freezes = world.rank == (0 if first else 1)
+        if freezes:
+            dict(engine.named_parameters())[name].requires_grad_(False)
+        engine.forward_backward(x, x)
+        if freezes:
+            with pytest.raises(RuntimeError, match=rf"'{re.escape(name)}' on rank .* requires_grad was changed"):
+                engine.step()
+        else:
+            engine.step()

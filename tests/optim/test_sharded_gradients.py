@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from counting import Operators
 from families import rarely
 from pool import on_ranks
 from reference import assert_trained, rank_slice
@@ -131,6 +132,22 @@ def test_a_gradient_from_before_its_parameter_was_frozen_is_stepped_with(world, 
         pair.step("frozen inside of the window")
         pair.backward(3, (True, True))
         pair.step("frozen before it")
+
+
+@on_ranks(2)
+def test_what_one_rank_alone_uses_and_has_frozen_is_named_there(world):
+    """So that no rank has a gradient, as if no batch had used it."""
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        pair = Pair()
+        pair.backward(0, (True, True))
+        pair.step("trained")
+        pair.engine.module.extra.requires_grad_(world.rank == 0)
+        pair.backward(1, (False, True))
+        if world.rank == 0:
+            pair.engine.step()
+        else:
+            with pytest.raises(RuntimeError, match=r"'extra' on rank 1 .* requires_grad was changed"):
+                pair.engine.step()
 
 
 def halve(parameter):
@@ -258,3 +275,15 @@ def test_a_backward_that_is_not_the_engines_is_noticed(world):
         pair.engine.backward(F.mse_loss(pair.engine(x, torch.tensor([True])), y))
         pair.plain_backward(0, (True, True))
         pair.step("the engine's backward")
+
+
+def test_gradients_set_by_hand_are_stepped_in_a_dispatch_mode():
+    """In one, torch's _foreach_copy_ leaves the version of what it fills as it was."""
+    with paramp.launch_from_torch():
+        engine, plain = engine_of(seeded(lambda: nn.Linear(4, 4))), seeded(lambda: nn.Linear(4, 4))
+        for parameter in engine.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with Operators():
+            assert engine.step().stepped
+        for parameter, before in zip(engine.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, before - 0.1)

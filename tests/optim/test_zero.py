@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from beside_plain import randn, seeded
 from counting import Collectives
 from pool import on_ranks
 from reference import assert_trained, batches, steep_gpt
@@ -128,3 +129,54 @@ def test_an_engine_is_freed_with_its_context(world):
     gc.collect()
     assert [reference() for reference in freed] == [None, None]
     model(torch.ones(2, 4)).sum().backward()
+
+
+class Conditioned(nn.Module):
+    """A block of a sequence with a norm that only some batches use."""
+
+    uses = True
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x) if Conditioned.uses else x)))
+
+
+PLAN = {
+    "0": "scatter_sequence",
+    "*.norm": "sequence",
+    "*.up": "sequence_colwise",
+    "*.down": "sequence_rowwise",
+    "3": "gather_sequence",
+}
+USES = [(True, False), (False, True), (True, True), (False, False)]
+"""Of each step on both data ranks: in the first window one rank alone finds which placements gradients have."""
+
+
+@on_ranks(4)
+def test_a_norm_that_one_data_rank_uses_first(world):
+    """Under sequence parallelism, in several buckets, which all ranks reduce in one order."""
+    parallel = {"data": 2, "zero": 1, "tensor": 2, "sequence_parallel": True}
+
+    def build():
+        return seeded(lambda: nn.Sequential(nn.Linear(8, 8), Conditioned(), Conditioned(), nn.Identity()))
+
+    with buckets(2**6), paramp.launch_from_torch({"parallel": parallel}) as context:
+        plain, start = build(), build().state_dict()
+        engine, optimizer = engine_of(build(), plan=PLAN), torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step, used in enumerate(USES):
+            x, y = randn(2, 4, 6, 8, seed=step)
+            optimizer.zero_grad()
+            for rank, Conditioned.uses in enumerate(used):
+                part = slice(2 * rank, 2 * rank + 2)
+                (nn.functional.mse_loss(plain(x[part]), y[part]) / 2).backward()
+            optimizer.step()
+            Conditioned.uses = used[context.dp.rank]
+            with Collectives() as collectives:
+                assert train_step(engine, *own_part(context, x, y)).stepped
+            assert collectives.counts["reduce_scatter"] > 2  # buckets
+            engine.zero_grad()
+            assert_trained(engine.full_state_dict(), plain.state_dict(), start, atol=1e-6, what=f"step {step}")

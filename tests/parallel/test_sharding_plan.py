@@ -7,7 +7,7 @@ from beside_plain import assert_weights, randn, seeded, train_both
 from counting import Collectives, Operators
 from pool import on_ranks
 from reference import batches, small_gpt
-from small_engines import engine_of
+from small_engines import engine_of, everywhere
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -169,3 +169,17 @@ def test_masks_of_gradients_mean_the_same_for_every_kind_of_layer(world):
             engine = engine_of(masked(), model.loss)
             engine.forward_backward(x, y)
             assert engine.step().grad_norm == pytest.approx(norm, rel=1e-12), parallel
+
+
+@pytest.mark.parametrize("style", [None, "sharded_random"])
+@on_ranks(2)
+def test_dropout_of_sharded_features(world, style):
+    """Tensor ranks draw alike, unless the plan says that its features are sharded."""
+    plan = {"0": "colwise", "2": "rowwise"} | ({"1": style} if style else {})
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        engine, kept = engine_of(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 4)), plan=plan), []
+        engine.module.get_submodule("1").register_forward_hook(lambda _, inputs, output: kept.append(output != 0))
+        engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        masks = everywhere(kept[0].tolist())
+        assert kept[0].shape == (4, 32)
+        assert (masks[0] == masks[1]) == (style is None)

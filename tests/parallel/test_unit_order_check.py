@@ -260,3 +260,30 @@ def test_several_ranks_that_skip_a_block(world, replicate):
                 error = trained.fail(deviating, trained.engine.forward_backward, [0, 2, 3])
                 assert "'blocks.1' runs on rank" in error
             trained.step()
+
+
+def frozen(trained, *names):
+    for name in ("first.weight", "blocks.2.0.bias"):
+        trained.engine.module.get_parameter(name).requires_grad_(name not in names)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@on_ranks(2)
+def test_parameters_that_are_frozen_on_one_rank_or_others_on_each(world, known):
+    """Each rank raises before the batch, and names them; what is frozen on all is no error, and they can train on."""
+    with training() as trained:
+        if known:
+            trained.step()
+        for names in (("first.weight",) * world.rank, (("first.weight", "blocks.2.0.bias")[world.rank],)):
+            frozen(trained, *names)
+            with pytest.raises(RuntimeError, match=r"requires_grad was .* rank 1 .* has changed '(first|blocks)\."):
+                trained.engine.forward_backward(*trained.part)
+            trained.engine.zero_grad()
+        frozen(trained, "first.weight")
+        trained.plain.first.weight.requires_grad_(False)
+        before = trained.plain.first.weight.clone()
+        trained.step()
+        assert torch.equal(trained.plain.first.weight, before)
+        frozen(trained)
+        trained.plain.first.weight.requires_grad_(True)
+        trained.step()

@@ -1,8 +1,10 @@
 """Stages in a schedule: their shapes are found without a trace, what they send, what fails."""
 
 import itertools
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,24 +34,30 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        self.drawn.append(torch.rand(()).item())
+        self.drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
         return x * self.weight
+
+
+def seed_all(number):
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(number)
 
 
 @on_ranks(4)
 def test_finding_shapes_leaves_no_trace(world):
-    """torch's own inference would count a call of garbage and move the random state (FACTS 5)."""
+    """torch's own inference would count a call of garbage and move the random state."""
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}) as context:
         engine = engine_of(nn.Sequential(*(Counting() for _ in range(4))), lambda out, y: (out - y).mean())
-        torch.manual_seed(5)
+        seed_all(5)
         engine.forward_backward(torch.ones(8, 2), torch.zeros(8, 2))
         counter = next(module for module in engine.module.modules() if isinstance(module, Counting))
         assert counter.calls == 4
         with context.activation_stream():
-            assert counter.drawn[-4:] == [torch.rand(()).item() for _ in range(4)]
+            assert [drawn[0] for drawn in counter.drawn[-4:]] == [torch.rand(()).item() for _ in range(4)]
         state = torch.get_rng_state()
-        torch.manual_seed(5)
+        seed_all(5)
         assert torch.equal(state, torch.get_rng_state())
+        assert [drawn[1:] for drawn in counter.drawn[-4:]] == [(random.random(), np.random.random()) for _ in range(4)]
 
 
 def pairs(*sizes):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...distributed.rng import forked
+from ...distributed.trials import without_draws
 
 _ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -49,7 +49,7 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device)
     """
     if (known := KNOWN.get(type(optimizer))) is not None:
         return known
-    with forked(device):
+    with without_draws(device):
         found = [_tried(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer)]
     return any(found)
 
@@ -62,7 +62,7 @@ def steps_slices_alone(
     ``kinds``: the index of the param group and the number of dims of each tensor. Tried as in
     :func:`needs_whole_matrices`.
     """
-    with forked(device):
+    with without_draws(device):
         return not any(
             _tried(optimizer, _options(optimizer.param_groups[group]), ndim, device, of_matrices=(_rows,))
             for group, ndim in sorted(set(kinds))
@@ -76,7 +76,7 @@ def copies_weights(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
     """
     if type(optimizer) in KNOWN:
         return type(optimizer) is torch.optim.ASGD
-    with forked(device):
+    with without_draws(device):
         return any(_keeps(optimizer, options, ndim, device) for options, ndim in _distinct_options(optimizer))
 
 

@@ -23,8 +23,8 @@ from ...base.module_surgery import BATCH_NORMS, with_forward
 from ...base.trees import leaves, map_leaves, tensors
 from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext
-from ...distributed.rng import forked
 from ...distributed.token_positions import ACTIVE
+from ...distributed.trials import without_draws
 from ..loss_and_outputs_of_batch import loss_in
 from ..microbatches import Batch
 from ..tensor.sharded_loss import IGNORED
@@ -220,7 +220,7 @@ class CutStage:
             # A run that goes on from a checkpoint tries once more, and draws the same numbers.
             device = self.context.device
             wide = torch.autocast(device.type, enabled=False) if is_wide else nullcontext()
-            with axis.trial(), varied(self.stage), forked(device), wide:
+            with axis.trial(), varied(self.stage), without_draws(device), wide:
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
                 try:
                     output = self.compute(*some_args, **some_kwargs)

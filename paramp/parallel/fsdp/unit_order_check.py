@@ -17,10 +17,13 @@ raises after ``hang_timeout``.
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import compress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -39,6 +42,8 @@ FORK = -2
 """In place of the next collective: the known orders part here."""
 LOSS = -3
 """A sum over the data ranks between a forward and its backward, for the loss."""
+CHANGED = -4
+"""And below, by what is trained now: before a batch, other parameters are trained than in the one before."""
 SECONDS_BETWEEN_QUESTIONS = 0.5
 """A rank that waits so long for a collective asks whether another one has left the known orders."""
 MAX_KNOWN = 2**16
@@ -67,6 +72,9 @@ class UnitOrder:
         self._num_batches = self._num_collectives = 0
         self._num_posts = 0
         self._last = END  # what the ranks agreed on in the last post
+        self._parameters: Sequence[str] = ()
+        self._at_first: tuple[bool, ...] = ()
+        self._trained: tuple[bool, ...] | None = None  # of the parameters, what the ranks have agreed on
         self._repeat: dict[int, Callable[[], Any]] = {}
         self._broken = ""
         self._failed = False  # in this batch ranks differed, and each of them has raised
@@ -78,12 +86,34 @@ class UnitOrder:
         unit.set_custom_all_gather(_CheckedCollective(self, number, all_gather_single))
         unit.set_custom_reduce_scatter(_CheckedCollective(self, number, reduce_scatter_single))
 
+    def watch(self, parameters: Sequence[str], trained: tuple[bool, ...]) -> None:
+        """The names of all ``parameters`` of the units, and which are trained at first."""
+        self._parameters, self._at_first = parameters, trained
+
     def begin(self, *, backward: bool) -> None:
         """Begin a batch; ``backward``: its orders are not those of a batch without."""
         self._place = int(backward)
         self._num_batches += 1
         self._num_collectives = 0
         self._failed = False
+
+    def compare_trained(self, trained: tuple[bool, ...]) -> None:
+        """Check that each data rank trains the same parameters in a batch, as their reductions have to have one size.
+
+        A rank asks the others before its first batch, and when it has changed some. ``trained``: as of :meth:`watch`.
+
+        Raises:
+            RuntimeError: another rank has not changed them, or otherwise; on each rank that can be reached.
+        """
+        if trained == self._trained or self._runs_alone:
+            return
+        if self._broken:
+            raise RuntimeError(self._broken)
+        names = [repr(name) for name in compress(self._parameters, map(operator.ne, trained, self._at_first))]
+        text = f"{', '.join(names[:3])}{' ...' * (len(names) > 3)}" if names else "none"
+        self._store.set(f"changed/{self._context.rank}", text)
+        self._agree(CHANGED - zlib.crc32(bytes(trained)), self._known.get(self._place))
+        self._trained = trained
 
     def check(self, tag: int) -> None:
         """Check that every data rank runs the collective ``tag`` next, or is at the END of its batch.
@@ -149,7 +179,7 @@ class UnitOrder:
             asked = now
             posted = self._posted(number)
             if len({*posted.values()}) > 1 and self._shards <= posted.keys():
-                others = {*posted.values()} - {tag}  # they wait in what they have posted
+                others = {*posted.values()} - {tag}  # they wait in what they have posted, if that is a collective
                 self._fail(posted, (others.pop() if len(others) == 1 else expected) if leaves else None)
             if leaves and now - began > limit:
                 self._broken = self._describe_alone(tag, cast(int, expected), posted, limit)
@@ -201,11 +231,17 @@ class UnitOrder:
         self._failed = True
         if awaited in self._repeat:
             self._repeat[awaited]()
-        elif awaited is not None or self._context.device.type != "cpu":
+        elif (awaited is not None and awaited > CHANGED) or self._context.device.type != "cpu":
             self._broken = text
         raise RuntimeError(text)
 
     def _describe(self, posted: Mapping[int, int]) -> str:
+        if changed := [rank for rank, tag in posted.items() if tag <= CHANGED]:
+            now = (f"{self._context.name_of(rank)} has changed {self._changed_on(rank)}" for rank in changed)
+            return (
+                "requires_grad was changed after initialize on some data ranks only, which reduce gradients together "
+                f"(parallel.data.shard): {'; '.join(now)}; change it on every rank alike"
+            )
         first = min(posted.values(), key=self._progress)
         running = [rank for rank, tag in posted.items() if tag == first]
         others = [(rank, tag) for rank, tag in posted.items() if tag != first]
@@ -227,12 +263,15 @@ class UnitOrder:
             return (2, 0) if tag == END else (0, len(self._names))
         return (0, number) if kind == FORWARD else (1, -number)
 
+    def _changed_on(self, rank: int) -> str:
+        return self._store.get(f"changed/{rank}").decode()
+
     def _name(self, tag: int) -> str:
         return self._names[tag // 3]
 
     def _name_place(self, tag: int) -> str:
-        if tag in (END, LOSS):
-            return "the end of the batch" if tag == END else "the loss"
+        if tag < 0:
+            return {END: "the end of the batch", LOSS: "the loss"}.get(tag, "a change of requires_grad")
         return f"{PLACES[tag % 3]} {self._name(tag)}"
 
     def _list(self, ranks: Sequence[int]) -> str:

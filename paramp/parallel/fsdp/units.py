@@ -101,8 +101,11 @@ class ShardedUnits:
             self._shard_stage(stage, names, experts, sharded)
             sharded.update(stage.parameters())
         every = {parameter: name for stage in stages for name, parameter in stage.named_parameters()}
-        params = [one for one in self._params() if not fsdp2_internals.held(one).requires_grad]
-        self._frozen = [(every[fsdp2_internals.held(one)], one) for one in params]
+        params = list(self._params())
+        parameters = [every[fsdp2_internals.held(one)] for one in params]
+        self._order.watch(parameters, self._trained())
+        pairs = zip(parameters, params, strict=True)
+        self._frozen = [pair for pair in pairs if not fsdp2_internals.held(pair[1]).requires_grad]
 
     # ------------------------------------------------------------------------------------------------------ sharding
 
@@ -220,6 +223,10 @@ class ShardedUnits:
         """torch's record of each sharded parameter."""
         return (one for unit in self._units for group in fsdp2_internals.groups(unit) for one in group.fsdp_params)
 
+    def _trained(self) -> tuple[bool, ...]:
+        """Which of them require a gradient."""
+        return tuple(fsdp2_internals.held(one).requires_grad for one in self._params())
+
     # ------------------------------------------------------------------------------------------------------- batches
 
     @contextmanager
@@ -237,6 +244,8 @@ class ShardedUnits:
             frozen = ((name, fsdp2_internals.held(one)) for name, one in self._frozen)
             if backward and not self._pipelined and (error := thawed_since(frozen)):
                 raise error  # torch would refuse it halfway through its first batch, and run the next one
+            if backward:
+                self._order.compare_trained(self._trained())
             yield
             if not self._reduces:
                 fsdp2_internals.drop_gradients(self._params())  # of a batch that is run again
