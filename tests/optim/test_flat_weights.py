@@ -473,7 +473,11 @@ def layers(*, tied):
     return four
 
 
-FROZEN_IN_A_WINDOW = {"dp2": "3.bias", "tp2": "1.bias", "tied over stages": "0.weight"}
+FROZEN_IN_A_WINDOW = {
+    "dp2": ({"data": 2}, "3.bias", 1),
+    "tp2": ({"tensor": 2}, "1.bias", 1),
+    "tied over stages": ({"pipeline": {"size": 2, "microbatches": 2}}, "0.weight", 0),
+}
 """Under tensor parallelism it is replicated; the tied one has another name on the stage that does not freeze it."""
 
 
@@ -481,20 +485,18 @@ FROZEN_IN_A_WINDOW = {"dp2": "3.bias", "tp2": "1.bias", "tied over stages": "0.w
 @on_ranks(2)
 def test_one_that_is_frozen_on_one_rank_only_in_a_window_is_named_there(world, layout):
     """It has a gradient on every rank."""
-    name, first = FROZEN_IN_A_WINDOW[layout], layout == "tied over stages"
-    pipeline = {"size": 2, "microbatches": 2}
-    parallel = {"dp2": {"data": 2}, "tp2": {"tensor": 2}}.get(layout, {"pipeline": pipeline})
+    parallel, name, rank = FROZEN_IN_A_WINDOW[layout]
     with paramp.launch_from_torch({"parallel": parallel, "gradient_accumulation": 2}):
-        engine, x = engine_of(layers(tied=first), plan=PAIR if layout == "tp2" else None), torch.ones(4, 4)
+        model, x = layers(tied=layout == "tied over stages"), torch.ones(4, 4)
+        engine = engine_of(model, plan=PAIR if layout == "tp2" else None)
         assert not train_step(engine, x).stepped
         assert train_step(engine, x).stepped
         engine.zero_grad()
         train_step(engine, x)
-        freezes = world.rank == (0 if first else 1)
-        if freezes:
+        if world.rank == rank:
             dict(engine.named_parameters())[name].requires_grad_(False)
         engine.forward_backward(x, x)
-        if freezes:
+        if world.rank == rank:
             with pytest.raises(RuntimeError, match=rf"'{re.escape(name)}' on rank .* requires_grad was changed"):
                 engine.step()
         else:

@@ -23,7 +23,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import compress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -109,7 +108,7 @@ class UnitOrder:
             return
         if self._broken:
             raise RuntimeError(self._broken)
-        names = [repr(name) for name in compress(self._parameters, map(operator.ne, trained, self._at_first))]
+        names = [repr(name) for name in itertools.compress(self._parameters, map(operator.ne, trained, self._at_first))]
         text = f"{', '.join(names[:3])}{' ...' * (len(names) > 3)}" if names else "none"
         self._store.set(f"changed/{self._context.rank}", text)
         self._agree(CHANGED - zlib.crc32(bytes(trained)), self._known.get(self._place))

@@ -101,11 +101,10 @@ class ShardedUnits:
             self._shard_stage(stage, names, experts, sharded)
             sharded.update(stage.parameters())
         every = {parameter: name for stage in stages for name, parameter in stage.named_parameters()}
-        params = list(self._params())
-        parameters = [every[fsdp2_internals.held(one)] for one in params]
-        self._order.watch(parameters, self._trained())
-        pairs = zip(parameters, params, strict=True)
-        self._frozen = [pair for pair in pairs if not fsdp2_internals.held(pair[1]).requires_grad]
+        named = [(every[fsdp2_internals.held(one)], one) for one in self._params()]
+        trained = self._trained()
+        self._order.watch([name for name, _ in named], trained)
+        self._frozen = [pair for pair, is_trained in zip(named, trained, strict=True) if not is_trained]
 
     # ------------------------------------------------------------------------------------------------------ sharding
 
