@@ -5,6 +5,9 @@ VENV := .venv
 RUN := OMP_NUM_THREADS=1 $(VENV)/bin
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
+# Images of containers set it. Tests start hundreds of processes, and each would compile the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-sample test-all chaos mutants matrix lint format types benchmark gpu docs screenshots clean
 
 # ARGS="--steps 300": for longer, to a lower loss.
