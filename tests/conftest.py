@@ -43,7 +43,7 @@ def pytest_configure(config):
     if devices == ("cpu",):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the scripts that the tests start see no GPU either
     if getattr(config.option, "numprocesses", None):
-        warm.share()
+        warm.start()
         config.option.tx = [f"{worker}//python={shlex.quote(warm.python())}" for worker in config.option.tx]
     if hasattr(config, "workerinput"):
         sys.executable = config.workerinput["python"]

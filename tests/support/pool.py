@@ -18,6 +18,7 @@ import gc
 import importlib
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ GRACE = 3.0
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """For ``reproducible`` on GPUs: cuBLAS reads it once, and a pool's processes run many bodies."""
+FOLDER = "PARAMP_TEST_FOLDER"
+"""The folder of a pool's files, which goes with it."""
 
 _pools: dict[tuple[int, str], "RankPool"] = {}
 
@@ -107,7 +110,7 @@ class RankPool:
         self.size, self.device, self.backend = size, device, choice().backend_of(device)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        self._store = ""
+        self._folder = ""
 
     def run(self, module: str, name: str, kwargs: dict[str, Any], timeout: float = TIMEOUT) -> list[Any]:
         """The values that the body ``name`` of ``module`` returned, by rank."""
@@ -144,15 +147,15 @@ class RankPool:
         # A process that is forked from one whose imports asked for the GPU cannot use it.
         python = sys.executable if self.device == "cuda" else warm.python()
         warm.start()
-        self._store = tempfile.mktemp(prefix="paramp-test-store-")
+        self._folder = tempfile.mkdtemp(prefix="paramp-test-")
         for rank in range(self.size):
             ours, theirs = Pipe()
-            place = (rank, self.size, self.device, self.backend, self._store, sys.path)
+            place = (rank, self.size, self.device, self.backend, sys.path)
             key = bytes(current_process().authkey)  # with which tensors in bodies' values are fetched
             process = subprocess.Popen(
                 [python, "-c", _SERVE.format(theirs.fileno(), place, str(Path(__file__).parent), key)],
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"RANK": str(rank), **DETERMINISTIC},
+                env=os.environ | {"RANK": str(rank), FOLDER: self._folder, **DETERMINISTIC},
             )
             theirs.close()
             self._processes.append(process)
@@ -166,8 +169,8 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
-        if self._store:
-            Path(self._store).unlink(missing_ok=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _SERVE = """
@@ -181,7 +184,7 @@ pool.serve(Connection({0}), *{1!r})
 """
 
 
-def serve(connection: Connection, rank: int, size: int, device: str, backend: str, store: str, path: list[str]) -> None:
+def serve(connection: Connection, rank: int, size: int, device: str, backend: str, path: list[str]) -> None:
     """The life of one rank: receive a body's name, run it, answer."""
     sys.path[:] = path
     torch.set_num_threads(1)
@@ -193,7 +196,7 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
         # NCCL takes the current device, and has to find another on each rank. Over gloo ranks may share one; without
         # this a mesh would take LOCAL_RANK's, which there may not be.
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{os.environ[FOLDER]}/store", rank=rank, world_size=size)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the process group is there already
     world = World(rank, size, device)
@@ -262,9 +265,7 @@ def run_on_ranks(
 
 def shared_folder() -> Path:
     """A new folder that all ranks know. Every rank of the world calls this."""
-    folders = [tempfile.mkdtemp(prefix="paramp-test-")]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
+    return Path(of_rank_0(tempfile.mkdtemp, None, None, os.environ.get(FOLDER)))
 
 
 def of_rank_0(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,7 +9,7 @@ they do otherwise. Command lines with options of the interpreter, those in or wi
 all with another ``LD_LIBRARY_PATH`` or with ``PARAMP_TEST_COLD`` set, get an ordinary Python.
 ``PARAMP_TEST_LIBRARIES`` is an ``LD_LIBRARY_PATH`` that only the launcher of the processes needs.
 
-The workers of pytest-xdist are forked from the servers of the process that started them, and use them (:func:`share`).
+The workers of pytest-xdist are forked from the servers of the process that started them, and use them.
 :func:`bare` is for trees whose package is another one each time: its servers have not imported any, and those of the
 tests are forked from it.
 """
@@ -122,18 +122,14 @@ def python() -> str:
     return str(folder() / "python") if AVAILABLE and not os.environ.get("PARAMP_TEST_COLD") else sys.executable
 
 
-def share() -> None:
-    """Start the servers for the processes that this one starts, too."""
-    start()
-    os.environ[SHARED] = str(folder())
-
-
 @functools.cache
 def start() -> None:
-    """Start the servers. They are ready when torch is imported; until then commands wait for them."""
+    """Start the servers, for the processes that this one starts too. They are ready when torch is imported; until then
+    commands wait for them."""
     if python() != sys.executable and not (folder() / "root").exists():
         (folder() / "root").symlink_to(ROOT)
         _start(folder(), python(), str(ROOT / "paramp"))
+        os.environ[SHARED] = str(folder())
 
 
 def bare() -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import warm
 from commands import python, succeeded
-from pool import Choice, on_ranks
+from pool import Choice, RankPool, on_ranks, shared_folder
 
 
 @on_ranks(2)
@@ -44,6 +44,21 @@ def test_a_failure_names_the_rank_and_the_next_test_runs(body, message, monkeypa
     with pytest.raises(AssertionError, match=message):
         body()
     works()
+
+
+def writes(world):
+    folder = shared_folder()
+    (folder / str(world.rank)).touch()
+    return folder
+
+
+def test_what_bodies_wrote_is_deleted_with_the_pool():
+    pool = RankPool(2, "cpu")
+    folder, same = pool.run(__name__, "writes", {})
+    assert folder == same
+    assert {path.name for path in folder.iterdir()} == {"0", "1"}
+    pool.close()
+    assert not folder.parent.exists()
 
 
 def test_the_environment_chooses_device_and_backend():
