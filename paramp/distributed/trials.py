@@ -1,4 +1,4 @@
-"""Trials of the user's code, such as of a stage before its first batch: they leave the random streams as they were."""
+"""Runs of the user's code beside the training, such as trials and diagnoses: random streams stay as they were."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 
 from ..base.module_surgery import keeping_buffers
 from ..distributed.rng import random_states, set_random_states
+from ..distributed.trials import without_draws
 from ..pipeline.stage import Stages
 
 
@@ -48,25 +49,25 @@ class WindowRecord(NamedTuple):
 
     @contextmanager
     def again(self) -> Iterator[Iterator[RecordedBatch]]:
-        """Yield an iterator over the batches; each step of it restores the random states of its batch.
+        """Yield an iterator over the batches; each step of it restores torch's random states of its batch.
 
-        On exit the random states and buffers of the entry are restored.
+        On exit the random states of the entry, Python's and NumPy's too, and its buffers are restored.
         """
         streams = self.stages.streams
-        before = random_states(self.device), [stream.states for stream in streams]
+        before = [stream.states for stream in streams]
 
-        def set_random(random: list[torch.Tensor], states: Sequence[list[torch.Tensor]]) -> None:
-            set_random_states(random, self.device)
+        def set_streams(states: Sequence[list[torch.Tensor]]) -> None:
             for stream, one in zip(streams, states, strict=True):
                 stream.states = one
 
         def rewound() -> Iterator[RecordedBatch]:
             for call in self.calls or ():
-                set_random(call.random, call.streams)
+                set_random_states(call.random, self.device)
+                set_streams(call.streams)
                 yield call
 
-        with keeping_buffers(self.stages):
+        with keeping_buffers(self.stages), without_draws(self.device):
             try:
                 yield rewound()
             finally:
-                set_random(*before)
+                set_streams(before)

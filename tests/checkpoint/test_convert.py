@@ -133,6 +133,8 @@ def test_inspect_says_what_is_there_and_what_is_damaged(saved, tmp_path, capsys)
     found = json.loads(capsys.readouterr().out)
     assert found["damage"] == [f"{str(file)!r} is damaged: its checksum differs from the manifest's"]
     assert found["values"]["counts"][:2] == [2, 1]
+    config = found["values"]["config"]
+    assert (config["precision.scaling.init_scale"], config["parallel.zero"]) == (64.0, 0)
     unfinished = tmp_path / "copy.partial-0123abcd"
     unfinished.mkdir()
     shutil.copytree(saved[0], tmp_path / "step-00000002")

@@ -128,7 +128,9 @@ def load_and_save(world, precision, path, expected, layout):
     return str(folder / "own")
 
 
-EVERYTHING = [(layout, precision) for layout in LAYOUTS for precision in ("16-naive", "32-true", "bf16-true")]
+EVERYTHING = [
+    (layout, precision) for layout in LAYOUTS for precision in ("16-naive", "32-true", "64-true", "bf16-true")
+]
 PART = {("fsdp2·tp2", "16-naive")}
 
 
@@ -145,7 +147,9 @@ def test_a_checkpoint_keeps_its_bits_between_layouts(saved, layout, precision, t
     assert_same_checkpoints(tmp_path / "one", own)
     with OpenCheckpoint(own) as checkpoint:
         dtypes = {name: tensor.dtype for name, tensor in checkpoint.header.tensors.items()}
-    weights = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    weights = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
     assert {dtypes[f"model.{name}"] for name in ("table.weight", "blocks.0.three.bias")} == {weights}
     assert dtypes["model.blocks.0.frozen.weight"] is (torch.float16 if precision == "16-naive" else weights)
-    assert {dtype for name, dtype in dtypes.items() if name.startswith("ema.")} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name.startswith("ema.")} == {
+        torch.float64 if precision == "64-true" else torch.float32
+    }

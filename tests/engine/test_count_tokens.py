@@ -4,6 +4,7 @@ In fp64, against one loss of the global batch, which is written here.
 """
 
 import functools
+import random
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -268,22 +269,24 @@ def test_it_changes_no_weight_and_no_random_number_and_biases_move_alike(world):
 
 
 class Normalised(nn.Module):
-    """Running statistics, and a router."""
+    """Running statistics, numbers of Python's stream, and a router."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.scores, self.counts = nn.BatchNorm1d(4), nn.Linear(4, 3), TokenCounts(3)
 
     def forward(self, x):
-        probabilities = self.scores(self.norm(x)).softmax(-1)
+        probabilities = self.scores(self.norm(x) * random.random()).softmax(-1)
         return self.counts.balance(self.counts(probabilities.topk(1).indices), probabilities)
 
 
-def test_running_statistics_are_put_back():
+def test_running_statistics_and_pythons_stream_are_put_back():
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     with paramp.launch_from_torch():
         engine = engine_of(Normalised(), lambda loss, _: loss)
+        before = random.getstate()
         engine.count_tokens([(x, x)])
+        assert random.getstate() == before
         assert not engine.module.norm.running_mean.any()
         assert engine.module.counts.announced.sum() == 6
 

@@ -204,7 +204,7 @@ def test_on_one_process_an_expert_is_named_by_its_weights_or_by_the_tokens_that_
             assert not set.intersection(*map(set, chosen))
             assert experts == tuple(sorted(chosen[0]) if count == 1 else range(NUM_EXPERTS))
         with torch.no_grad():
-            stack.weight[1, 0, 0] = float("nan")
+            stack.weight[[1, 3], 0, 0] = float("nan")
         engine.forward_backward(tokens(), torch.zeros(16, WIDTH))
         assert engine.step().overflow
-        assert engine.diagnose_overflow().origin.experts == (1,)
+        assert engine.diagnose_overflow().origin.experts == (1, 3)  # no expert is that of all bad tokens

@@ -1,7 +1,9 @@
 """The report on a skipped step names every place where a non-finite value was planted."""
 
+import random
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -370,7 +372,7 @@ def test_overflows_under_activation_checkpointing_are_named(reentrant):
 
 
 class Stateful(nn.Module):
-    """Running statistics, dropout, and a buffer that is replaced."""
+    """Running statistics, dropout, and a buffer that is replaced, by numbers of Python's and NumPy's streams too."""
 
     def __init__(self):
         super().__init__()
@@ -378,12 +380,14 @@ class Stateful(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
-        self.count = self.count + 1
+        self.count = self.count + random.random() + numpy.random.rand()
         return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
 
 
 def train_with(config, diagnosed):
     """Weights, running statistics, results and random numbers of a run in which the third window overflows."""
+    random.seed(5)
+    numpy.random.seed(5)
     with paramp.launch_from_torch(config) as context:
         adamw = partial(torch.optim.AdamW, lr=0.01)
         engine = engine_of(nn.Sequential(*(Stateful() for _ in range(4))), optimizer=adamw)
@@ -419,18 +423,12 @@ def test_training_continues_bit_equal_after_a_diagnosis(parallel):
 class Rare(nn.Linear):
     """Fails once in eight calls, by chance."""
 
+    def __init__(self, draw):
+        super().__init__(4, 4)
+        self.draw = draw
+
     def forward(self, x):
-        return super().forward(x) * (NAN if torch.rand(()) < 1 / 8 else 1.0)
-
-
-def test_the_rerun_draws_the_same_random_numbers():
-    with paramp.launch_from_torch({"precision": "32-true", "max_skipped_in_a_row": None}):
-        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare(4, 4))), []
-        for _ in range(60):
-            if train_step(engine, torch.ones(2, 4)).overflow:
-                found.append(engine.diagnose_overflow().origin.module)
-    assert len(found) > 3
-    assert set(found) == {"1"}
+        return super().forward(x) * (NAN if self.draw() < 1 / 8 else 1.0)
 
 
 class Dropped(nn.Linear):
@@ -438,6 +436,41 @@ class Dropped(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) * (1.0 if F.dropout(torch.ones_like(x), 0.5).count_nonzero() else NAN)
+
+
+def draw_again(world, parallel):
+    """The reports after steps with an overflow."""
+    config = {"precision": "32-true", "max_skipped_in_a_row": None, "parallel": parallel}
+    with paramp.launch_from_torch(config) as context:
+        plan = {"0": "colwise_gather"} if context.tp.size > 1 else None
+        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Dropped(4, 4)), plan=plan), []
+        x = torch.ones(context.stage_axis.size, 4)
+        for _ in range(80):
+            if train_step(engine, x).overflow:
+                found.append(engine.diagnose_overflow())
+    return found
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": {"size": 2, "microbatches": 2}}, {"tensor": 2}, SHARDS], ids=str)
+def test_the_rerun_draws_the_same_random_numbers(parallel):
+    for found in run_on_ranks(2 if parallel else 1, __name__, "draw_again", {"parallel": parallel}):
+        assert len(found) > 1
+        assert {report.origin and report.origin.module for report in found} == {"1"}
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_the_rerun_may_draw_others_from_pythons_and_numpys_streams(draw):
+    """And says so if it is finite then."""
+    with paramp.launch_from_torch({"precision": "32-true", "max_skipped_in_a_row": None}):
+        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare(draw))), []
+        random.seed(5)
+        numpy.random.seed(5)
+        for _ in range(60):
+            if train_step(engine, torch.ones(2, 4)).overflow:
+                found.append(engine.diagnose_overflow())
+    unknown = [report for report in found if report.origin is None]
+    assert len(unknown) > 1
+    assert all("the model is not deterministic" in report.unknown for report in unknown)
 
 
 def test_the_rerun_of_each_call_draws_its_masks_in_the_exact_mode():

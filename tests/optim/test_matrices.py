@@ -416,7 +416,7 @@ def test_the_optimizers_methods_are_the_engines():
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_schedulers_of_several_optimizers_advance_together(several):
+def test_schedulers_of_several_optimizers_advance_together_and_are_saved(several, tmp_path):
     model, first, second = linear()
     given = [decaying(second), decaying(first)] if several else decaying
     with paramp.launch_from_torch():
@@ -427,11 +427,15 @@ def test_schedulers_of_several_optimizers_advance_together(several):
             engine.step()
             schedule.step()
             assert schedule.get_last_lr() == pytest.approx([expected] * 2)
+        engine.save(tmp_path / "saved")
         state = schedule.state_dict()
-        first.param_groups[0]["lr"] = second.param_groups[0]["lr"] = 1.0
-        schedule.schedulers[0].last_epoch = 7
-        schedule.load_state_dict(state)
-        assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
+        for load in (lambda: schedule.load_state_dict(state), lambda: engine.load(tmp_path / "saved")):
+            for one in schedule.schedulers:
+                one.last_epoch = 7
+                one._last_lr = [1.0]
+            load()
+            assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
+            assert schedule.get_last_lr() == pytest.approx([0.025] * 2)
         schedule.schedulers[0].gamma = 0.25
         assert (schedule.gamma, schedule.schedulers[1].gamma) == (0.25, 0.5)  # others are the first one's
         with pytest.raises(paramp.ConfigError, match="the states of 1 schedulers, expected those of 2"):

@@ -4,10 +4,14 @@ import functools
 
 import pytest
 import torch
+from reference import small_gpt, train_engine
 from small_engines import engine_of, train_step
 
 import paramp
+from paramp.models import GPT
 from paramp.optim.remainder_masters import join, split
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 def every_weight(dtype):
@@ -62,6 +66,18 @@ def test_a_skipped_step_changes_no_bit(mode):
         before = bits()
         assert not train_step(engine, torch.full((1, len(values)), float("inf")), torch.zeros(1, 1)).stepped
         assert all(map(torch.equal, before, bits()))
+
+
+@pytest.mark.parametrize(("mode", "distance"), [("16-naive", 1e-5), ("bf16-naive", 0.0)])
+def test_losses_of_ten_steps_equal_those_of_full_masters(mode, distance):
+    losses = []
+    for masters in ("full", "remainder"):
+        with paramp.launch_from_torch({"precision": mode, "masters": masters}) as context:
+            found, ways = train_engine(context, small_gpt, GPT.loss, 10, optimizer=ADAMW)
+        losses.append(found)
+        assert min(way.abs().max() for way in ways.values()) > 0.03  # of steps of 0.01
+    full, remainder = torch.tensor(losses, dtype=torch.float64)
+    assert (full - remainder).abs().max() <= distance
 
 
 @pytest.mark.parametrize("low", [-14, -17, -30])

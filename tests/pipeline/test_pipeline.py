@@ -131,6 +131,7 @@ FOLLOWED = {
     "strides": (2, strided, "1f1b", ["3"], [(8,)]),
     "strides, zero-bubble": (2, strided, "interleaved-zero-bubble", ["1", "3", "4"], [(8,)]),
     "strides, zbv": (2, strided, "zbv", ["1", "3", "4"], [(8,)]),
+    "strides, dualpipev": (2, strided, "dualpipev", ["1", "3", "4"], [(8,)]),
 }
 """The ranks, the model, the schedule, where it is split, and the sizes of batches."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "claims.toml"
 WORDS = re.compile(r"\b(every\w*|any(thing|where|one)?|all|never|always|same|tested)\b", re.IGNORECASE)
-NUMBER = re.compile(r"(?<![\w.*^/-])\d[\d,]*(\.\d+)*(?![\w.-]*[\w-])")
+NUMBER = re.compile(r"(?<![\w.*^/-])\d[\d,]*(\.\d+)*(e-?\d+)?(?![\w.-]*[\w-])")
 KINDS = {
     "instruction": "it tells the reader what to do, and promises nothing",
     "definition": "it says what a word, a setting or a format means",
