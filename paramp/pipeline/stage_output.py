@@ -156,6 +156,11 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
     if isinstance(value, torch.Tensor):
         shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
+        if value.requires_grad and value.is_complex():
+            raise ConfigError(
+                f"pipeline: a stage returns a {value.dtype} tensor with a gradient{path and f' at {path}'}, expected "
+                "real ones; return torch.view_as_real of it, or split elsewhere (parallel.pipeline.split)"
+            )
         if differentiable and dtype is None and not plain(value).is_contiguous():
             raise ConfigError(
                 f"reproducible: a pipeline stage returns a strided tensor{path and f' at {path}'}, which the next one "

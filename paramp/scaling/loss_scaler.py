@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 
 from .complete_and_unscale_gradients import complete_and_check, dense_gradients, unscale_and_check_
 from .copies_per_element import World, current_world
-from .loss_scaling_options import SMALLEST, LossScaling
+from .loss_scaling_options import LARGEST_COUNT, SMALLEST, LossScaling
 
 if TYPE_CHECKING:
     from .overflow_report import OverflowReport
@@ -207,8 +207,8 @@ class DistributedGradScaler(GradScaler):
         overflow = found_inf > 0
         growth_tracker.add_(counts).mul_(~overflow)
         self._overflow_tracker.add_(overflow)
-        grows = growth_tracker >= self._growth_interval
-        backs_off = overflow & (self._overflow_tracker >= self._hysteresis)
+        grows = growth_tracker >= min(self._growth_interval, LARGEST_COUNT)
+        backs_off = overflow & (self._overflow_tracker >= min(self._hysteresis, LARGEST_COUNT))
         grown = scale * self._growth_factor
         grown = torch.where(grown.isfinite(), grown, scale)
         target = torch.where(backs_off, scale * self._backoff_factor, torch.where(grows, grown, scale))

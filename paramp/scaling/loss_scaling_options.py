@@ -11,6 +11,8 @@ from ..base.errors import require
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """The smallest scale is the floor if ``min_scale`` is None: a scale of 0 could never grow again."""
+LARGEST_COUNT = 2**31 - 1
+"""Of steps and overflows, which torch's scaler counts in int32."""
 SCALES = f"a number from {SMALLEST:.2g} to {LARGEST:.2g}, since the scale is kept in float32"
 
 
@@ -38,7 +40,7 @@ class LossScaling:
         return LossScaling(init_scale=scale, min_scale=scale, max_scale=scale)
 
     def __post_init__(self) -> None:
-        floor = self.min_scale or 0.0
+        floor, ceiling = self.min_scale or 0.0, math.inf if self.max_scale is None else self.max_scale
         for name, condition, allowed in (
             ("init_scale", SMALLEST <= self.init_scale <= LARGEST, SCALES),
             ("growth_factor", 1 < self.growth_factor < math.inf, "a finite number above 1"),
@@ -46,6 +48,10 @@ class LossScaling:
             ("growth_interval", self.growth_interval >= 1, "an integer of 1 or more"),
             ("hysteresis", self.hysteresis >= 1, "an integer of 1 or more"),
             ("min_scale", self.min_scale is None or SMALLEST <= floor <= LARGEST, f"{SCALES}, or None"),
-            ("max_scale", self.max_scale is None or self.max_scale >= floor, "a number of at least min_scale"),
+            (
+                "max_scale",
+                floor <= ceiling <= LARGEST or ceiling == math.inf,
+                "a number of at least min_scale, in float32",
+            ),
         ):
             require(condition, name, getattr(self, name), allowed)

@@ -92,7 +92,7 @@ def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
     # with every name of a tied weight, as other programs write them
     safetensors.torch.save_file({name: value.clone() for name, value in weights.items()}, file)
     assert main(["import", str(file), "--to", str(path)]) == 0
-    with paramp.launch_from_torch({"precision": {"mode": "16-mixed", "init_scale": 64.0}}):
+    with paramp.launch_from_torch({"precision": {"mode": "16-mixed", "init_scale": 64.0}, "ema": {"decay": 0.5}}):
         engine, tracked = gpt_engine(seed=1), torch.optim.SGD([torch.ones(1)], lr=0.5)
         engine.track("thing", tracked)
         engine.forward_backward(*next(batches(1)))
@@ -102,6 +102,7 @@ def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):
         assert scaler["_growth_tracker"] == 1
         engine.load(path)
         assert_same_tensors(engine.full_state_dict(), weights)
+        assert_same_tensors(engine.ema.full_state_dict(), weights)
         assert (engine.num_steps, engine.num_skipped) == (1, 0)
         assert engine.scaler.state_dict() == scaler
         assert engine.optimizer.state_dict()["param_groups"] == groups

@@ -310,6 +310,9 @@ def test_ranks_wait_in_phases_of_a_loop_without_an_engine(start, phase):
     with ranks.all[0].span(phase), ranks.all[1].span(phase):
         assert ranks.seconds(43) == set()
         assert ranks.seconds(4) == {0, 1}
+    ranks = start(2, end_after=4)
+    with ranks.all[0].span("epoch"), ranks.all[1].span("epoch"), ranks.all[0].span(phase), ranks.all[1].span(phase):
+        assert ranks.seconds(100) == set()
 
 
 def test_a_job_without_progress_is_reported_after_each_timeout(start):

@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from beside_plain import launch_with_compiler as launch
@@ -269,24 +270,24 @@ def test_it_changes_no_weight_and_no_random_number_and_biases_move_alike(world):
 
 
 class Normalised(nn.Module):
-    """Running statistics, numbers of Python's stream, and a router."""
+    """Running statistics, numbers of Python's and NumPy's streams, and a router."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.scores, self.counts = nn.BatchNorm1d(4), nn.Linear(4, 3), TokenCounts(3)
 
     def forward(self, x):
-        probabilities = self.scores(self.norm(x) * random.random()).softmax(-1)
+        probabilities = self.scores(self.norm(x) * random.random() * numpy.random.rand()).softmax(-1)
         return self.counts.balance(self.counts(probabilities.topk(1).indices), probabilities)
 
 
-def test_running_statistics_and_pythons_stream_are_put_back():
+def test_running_statistics_and_pythons_and_numpys_streams_are_put_back():
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     with paramp.launch_from_torch():
         engine = engine_of(Normalised(), lambda loss, _: loss)
-        before = random.getstate()
+        before, numpys = random.getstate(), numpy.random.get_state()[2]
         engine.count_tokens([(x, x)])
-        assert random.getstate() == before
+        assert (random.getstate(), numpy.random.get_state()[2]) == (before, numpys)
         assert not engine.module.norm.running_mean.any()
         assert engine.module.counts.announced.sum() == 6
 

@@ -143,6 +143,7 @@ COLLECTIVES = {
     "pp2-tp2-sp": ["partial gradients of norms and biases", "the tied embedding", "control"],
     "dp2-tp2": ["data gradients", "control"],
     "pp2-dp2": ["the tied embedding", "data gradients", "control"],
+    "cp2-tp2": ["data gradients", "control"],
 }
 """Layout -> the all-reduces of a step, of which there is no other collective."""
 
@@ -153,7 +154,9 @@ def test_the_collectives_of_a_step_are_few(world):
     """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""
     size = 9 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
     for layout, expected in COLLECTIVES.items():
-        parallel = LAYOUTS[layout.removesuffix("-sp")] | {"sequence_parallel": layout.endswith("-sp")}
+        cut = {"context": 2, "tensor": 2}
+        parallel = cut if layout == "cp2-tp2" else LAYOUTS[layout.removesuffix("-sp")]
+        parallel = parallel | {"sequence_parallel": layout.endswith("-sp")}
         fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "log_num_zeros_in_grad": True}
         with paramp.launch_from_torch({"parallel": parallel, "fp16": fp16, "clip_grad_norm": 1.0}) as context:
             engine = gpt_engine()

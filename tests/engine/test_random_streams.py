@@ -23,8 +23,10 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
     "fsdp2": {"data": {"shard": 2}},
+    "cp2": {"context": 2},
 }
 PRODUCTS = {"pp2·tp2": {"pipeline": 2, "tensor": 2}, "pp2·dp2": {"pipeline": 2, "data": 2}}
+PRODUCTS |= {"dp2·cp2": {"data": 2, "context": 2}}
 OWN = ("python", "numpy")
 STREAMS = (*OWN, "torch", "stages")
 
@@ -64,7 +66,7 @@ def draw(engine, steps):
     found = []
     for _ in range(steps):
         Draws.drawn.clear()
-        train_step(engine, torch.ones(4, 4), torch.zeros(4, 4))
+        train_step(engine, torch.ones(4, 4, 4), torch.zeros(4, 4, 4))
         found.append(draw_own() | {"stages": tuple(Draws.drawn)})
     return found
 
@@ -125,6 +127,8 @@ GOES_ON = {
     ("pp2", "pp2·tp2"): {0: 0},
     ("pp2·tp2", "pp2·dp2"): {0: 0},
     ("pp2·dp2", "pp2"): {0: 0},
+    ("cp2", "dp2"): {},
+    ("dp2·cp2", "dp2"): {},
 }
 """Layouts that save and load, and whose stages' streams go on there: data rank by data rank of before."""
 PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("pp2·tp2", "pp2·dp2")]

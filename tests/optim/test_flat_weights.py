@@ -171,6 +171,15 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         assert by_memory(zip(in_order, stepped, strict=True)) == expected
 
 
+@pytest.mark.parametrize("mode", ["O2", "16-naive", "bf16-true"])
+@on_ranks(2)
+def test_buffers_of_shards_that_are_masters_are_in_fp32(world, mode):
+    with paramp.launch_from_torch({"precision": mode, "parallel": {"data": {"shard": 2}}}):
+        engine = engine_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        dtypes = {buffer.weights.dtype for buffer in engine._weights.buffers}
+    assert dtypes == {torch.bfloat16 if mode == "bf16-true" else torch.float32}
+
+
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):
     monkeypatch.setattr(loop_block_sizes, "BUCKET", 16)
     with paramp.launch_from_torch({"precision": "O2"}):  # batch norms are in fp32

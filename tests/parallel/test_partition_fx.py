@@ -284,14 +284,41 @@ class Opaque(Two):
         return self.two(x) + wrapped.pop()
 
 
+class Rotated(Two):
+    """Halves of the first layer's output as complex numbers, which travel, with a gradient or without."""
+
+    def __init__(self, *, detached=False):
+        super().__init__()
+        self.detached = detached
+
+    def forward(self, x):
+        y = self.one(x)
+        pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)))
+        pairs = pairs.detach() if self.detached else pairs
+        return self.two(y * 0.5) + torch.view_as_real(pairs).flatten(-2)
+
+
 TWO_STAGES = {"parallel": {"pipeline": {"size": 2, "split": ["two"]}}}
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Opaque, r"set at \[1\]\[1\], expected tensors"), (Rotated, r"torch\.complex64 tensor .* real ones")],
+)
 @on_ranks(2)
-def test_what_cannot_travel_is_an_error(world):
-    refused = pytest.raises(paramp.ConfigError, match=r"a stage returns set at \[1\]\[1\], expected tensors")
-    with paramp.launch_from_torch(TWO_STAGES), refused:
-        engine_of(Opaque()).forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+def test_what_cannot_travel_is_an_error(world, model, message):
+    with (
+        paramp.launch_from_torch(TWO_STAGES),
+        pytest.raises(paramp.ConfigError, match=f"a stage returns (a )?{message}"),
+    ):
+        engine_of(model()).forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+
+
+@on_ranks(2)
+def test_complex_numbers_without_a_gradient_travel(world):
+    with paramp.launch_from_torch(TWO_STAGES) as context:
+        model = seeded(lambda: Rotated(detached=True))
+        train_both(context, engine_of(model), seeded(lambda: Rotated(detached=True)), [(randn(4, 4), randn(4, 4))] * 2)
 
 
 class Passing(Two):

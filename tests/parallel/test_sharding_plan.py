@@ -7,7 +7,8 @@ from beside_plain import assert_weights, randn, seeded, train_both
 from counting import Collectives, Operators
 from pool import on_ranks
 from reference import batches, small_gpt
-from small_engines import engine_of, everywhere
+from small_engines import engine_of, everywhere, own_part
+from small_mixture import StackedExperts
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -143,6 +144,45 @@ def test_what_hooks_of_parameters_get(world):
     found = [*before, *(one.to_local() for one in after), accumulated[-1].to_local()]
     wanted = [*expected, *(one[own] for one in expected), sum(expected)[own]]
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+
+
+class Expert(StackedExperts):
+    def __init__(self):
+        super().__init__(2, std=1.0)
+
+
+class Routed(nn.Module):
+    """Each token goes to the expert that its first feature names."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.experts = nn.Linear(8, 8), Expert()
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        index = (rows[:, :1] > 0).long()
+        return self.experts(self.linear(rows), index, torch.ones_like(rows[:, :1])).view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("axis", "name", "whole"), [("context", "linear.weight", False), ("expert", "experts.weight", True)]
+)
+@on_ranks(2)
+def test_what_hooks_get_over_context_ranks_and_of_shared_experts(world, axis, name, whole):
+    """What this rank's tokens add, and what those of both ranks do."""
+    found, x = [], randn(2, 8, 8, dtype=torch.float64)
+    plain = seeded(Routed).double()
+    F.mse_loss(plain(x), torch.zeros_like(x)).backward()
+    with paramp.launch_from_torch({"precision": "64-true", "parallel": {axis: 2}}) as context:
+        model = seeded(Routed).double()
+        model.get_parameter(name).register_hook(lambda gradient: found.append(gradient.clone()))
+        engine = engine_of(model, plan={"experts": "experts"} if axis == "expert" else None)
+        x = own_part(context, x, x)[0]
+        engine.forward_backward(x, torch.zeros_like(x))
+    expected = plain.get_parameter(name).grad
+    of_all = everywhere(found[-1])
+    assert torch.allclose(of_all[0], of_all[1]) == whole
+    torch.testing.assert_close(found[-1] if whole else sum(of_all), expected)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 import random
+import sys
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def test_the_scale_over_200_steps_equals_a_hand_computed_trajectory(hysteresis, 
     assert floor is None or min(seen) >= floor
     assert ceiling is None or max(seen) <= ceiling
     assert {floor, ceiling} & seen or {floor, ceiling} == {None}  # a limit was met
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, 2**31, sys.maxsize])
+def test_counts_of_any_size_are_never_reached(count):
+    """torch keeps the counts in int32."""
+    assert updated(DistributedGradScaler(init_scale=64.0, growth_interval=count), 0, 0, 0).get_scale() == 64.0
+    assert updated(DistributedGradScaler(init_scale=64.0, hysteresis=count), 1, 1, 1).get_scale() == 64.0
 
 
 def test_without_a_floor_the_scale_stays_above_zero():
@@ -238,6 +246,8 @@ IMPOSSIBLE = {
     "hysteresis: got 0": {"hysteresis": 0},
     "min_scale: got 0": {"min_scale": 0.0},
     "max_scale: got 4": {"min_scale": 8.0, "max_scale": 4.0},
+    r"max_scale: got 1e\+39": {"max_scale": 1e39},
+    "max_scale: got nan": {"max_scale": math.nan},
 }
 
 
@@ -248,6 +258,7 @@ def test_impossible_arguments_are_errors():
         each_raises(ValueError, {message: lambda options=options: DistributedGradScaler(**options)})
     for scale in (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max):
         assert DistributedGradScaler(init_scale=scale, min_scale=scale, max_scale=scale).get_scale() == scale
+    assert updated(DistributedGradScaler(max_scale=math.inf, growth_interval=1), 0).get_scale() == 2.0**17
 
 
 def sharded(mesh, placement, value):

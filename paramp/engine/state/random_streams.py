@@ -70,9 +70,10 @@ class RandomStreams:
         }
         read([whole_chunk(name, values) for name, values in loaded.items()])
         saved, layout = header.values["layout"], saved_layout(self._context)
+        same_places = all(saved.get(name, 1) == layout.get(name, 1) for name in ("stages", "cp"))
         for stage, stream in self._streams:
             names = self._stage_names(stage, stream)
-            if saved["stages"] == layout["stages"] and all(name in loaded for name in names):
+            if same_places and all(name in loaded for name in names):
                 stream.states = [loaded[name] for name in names]
             else:
                 begun = self._context.activation_stream(stage, engine=self._engine, num_steps=num_steps)
