@@ -173,6 +173,8 @@ def test_two_losses_models_and_optimizers_follow_fp32_and_a_saved_run_goes_on_bi
         ({"opt_level": "O2", "keep_batchnorm_fp32": "False"}, FP16, FP16, FP16, FP32, START),
         ({"opt_level": "O3", "keep_batchnorm_fp32": "True", "loss_scale": 8}, FP16, FP32, FP16, None, 8.0),
         ({"opt_level": "O2", "master_weights": False, "loss_scale": "dynamic"}, FP16, FP32, FP16, None, START),
+        ({"opt_level": "O2", "master_weights": "False"}, FP16, FP32, FP16, None, START),
+        ({"opt_level": "O1", "patch_torch_functions": "True"}, FP32, FP32, FP32, FP32, START),
         ({"opt_level": "O2", "cast_model_type": BF16, "max_loss_scale": 4.0}, BF16, FP32, BF16, FP32, 4.0),
         ({"opt_level": "O3", "cast_model_type": BF16}, BF16, BF16, BF16, BF16, 1.0),
     ],
@@ -189,7 +191,8 @@ def test_what_a_level_is_made_of(options, weight, batch_norm, layer_norm, steppe
     else:
         assert {master.dtype for master in masters} == {stepped}
     # What goes in is cast, but under O1, and what comes out.
-    assert model(torch.randn(4, 4, dtype=torch.float64 if "opt_level" in options else FP32)).dtype is FP32
+    given = FP32 if options.get("opt_level", "O1") == "O1" else torch.float64
+    assert model(torch.randn(4, 4, dtype=given)).dtype is FP32
     assert all(value.dtype is FP32 for value in model.state_dict().values() if value.is_floating_point())
     before = [master.detach().clone() for master in masters]
     with amp.scale_loss(model(torch.randn(4, 4)).square().mean(), optimizer) as scaled_loss:

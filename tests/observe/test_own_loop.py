@@ -272,6 +272,11 @@ def find_copies(world, kind):
                 expected = [(what, name, (bad,), holders[:-1])] if len(holders) > 1 else []
                 assert [(one.kind, one.parameter, one.ranks, one.others) for one in found] == expected
                 words[0] ^= world.rank == bad
+        for tensor in scaler.tensors():
+            tensor.add_(int(world.rank == bad))
+            (found,) = paramp.check_replicas(model, optimizer, scaler)
+            assert (found.kind, found.parameter, found.ranks) == ("loss scale", "", (bad,))
+            tensor.sub_(int(world.rank == bad))
         assert paramp.check_replicas(model, optimizer, scaler) == []
 
 

@@ -18,6 +18,7 @@ from train_app.settings import TrainConfig
 import paramp
 from paramp.distributed import local_launcher
 from paramp.models.gpt import PRESETS, GPTConfig
+from paramp.models.moe_gpt import MoEGPTConfig
 
 SMALL = ("--batch-size", "8", "--seq-len", "32", "--steps", "4", "--set", "train.eval_sequences=8")
 KEYS = {
@@ -205,6 +206,13 @@ def test_every_field_of_the_models_config_can_be_set(tmp_path, train_here, monke
     changed = dataclasses.replace(PRESETS["tiny"], num_layers=3, width=64, max_seq_len=32)
     kinds = {paramp.nn.LPLayerNorm}, {paramp.nn.FusedLayerNorm}
     assert made == [(GPTConfig(**wanted), False, kinds[0]), (changed, True, kinds[1])]
+    mixture = {"num_experts": 3, "experts_per_token": 1, "expert_width": 16, "balance_weight": 0.5, "z_weight": 0.25}
+    mixture["bias_rate"] = 2.0**-8
+    assert mixture.keys() == {field.name for field in dataclasses.fields(MoEGPTConfig)} - wanted.keys()
+    settings = [word for name, value in mixture.items() for word in ("--set", f"model.{name}={value}")]
+    code, errors = train_here(*SMALL, "--steps", "1", "--model", "tiny-moe", *settings)
+    assert code == 0, errors
+    assert {name: getattr(made[-1][0], name) for name in mixture} == mixture
 
 
 @pytest.mark.parametrize(
