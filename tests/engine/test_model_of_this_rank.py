@@ -11,6 +11,7 @@ import paramp
 
 DTYPES = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float64)
 LAYOUTS = {"dp2": {"data": 2}, "zero1": {"data": 2, "zero": 1}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
+LAYOUTS |= {"fsdp2": {"data": {"shard": 2}}, "cp2": {"context": 2}}
 
 
 class Odd(nn.Linear):
@@ -65,7 +66,7 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
         for layer in engine.module.children():
             if isinstance(layer, Odd):
                 layer.expanded.mul_(2.0)  # each element has memory of its own now
-        assert train_step(engine, torch.ones(2, 8), torch.ones(2, 4)).stepped
+        assert train_step(engine, torch.ones(2, 4, 8), torch.ones(2, 4, 4)).stepped
 
 
 @on_ranks(2)
