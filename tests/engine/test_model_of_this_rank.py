@@ -110,3 +110,18 @@ def test_a_buffer_of_several_names_stays_one(world, precision, parallel):
         assert first.part[1, 0] == 9.0
         first.table.zero_()
         assert first.part.any() == (precision != "32-true")
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("16-naive", torch.float32), ("64-true", torch.float64)])
+def test_the_full_state_is_in_fp32_or_fp64(mode, dtype):
+    model = nn.Linear(4, 4)
+    model.register_buffer("times", torch.ones(1, dtype=torch.float64))
+    model.register_buffer("calls", torch.ones(1, dtype=torch.int16))
+    with paramp.launch_from_torch({"precision": mode}):
+        state = engine_of(model).full_state_dict()
+    assert {name: value.dtype for name, value in state.items()} == {
+        "weight": dtype,
+        "bias": dtype,
+        "times": dtype,
+        "calls": torch.int16,
+    }

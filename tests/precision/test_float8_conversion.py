@@ -296,7 +296,7 @@ def mean_square(output, target):
 
 
 @pytest.mark.parametrize("name", ["fp8-mixed", "transformer-engine", "transformer-engine-float16"])
-@pytest.mark.parametrize("layout", rarely([{}, {"tensor": 2}], {"tensor": 2}))
+@pytest.mark.parametrize("layout", rarely([{}, {"tensor": 2}, {"data": {"shard": 2}}], {"tensor": 2}))
 @on_ranks(2)
 def test_an_overflow_that_saturation_hides_skips_the_step_on_all_ranks(world, name, layout):
     with paramp.launch_from_torch({"parallel": layout, "precision": name}):
