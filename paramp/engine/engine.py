@@ -302,7 +302,7 @@ class Engine:
         return self.train(False)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32.
+        """The whole model, on every rank: full tensors on the CPU, floating-point ones in fp32 (``64-true``: fp64).
 
         Weights have the values of their masters; buffers are the first data rank's. A collective.
         """
