@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
+from paramp.parallel.loss_and_outputs_of_batch import join
 from paramp.parallel.microbatches import Batch
 
 LAYOUTS = {
@@ -333,3 +334,8 @@ def test_an_overflow_in_an_input_is_named(world, layout):
         assert engine.step().overflow
         name = "['bias']" if layout == "dp4" else "['extras']['weight']"
         assert f"inputs{name} of the batch" in str(engine.diagnose_overflow())
+
+
+def test_of_values_without_dims_floats_are_averaged_and_others_the_first_microbatchs():
+    parts = [{"tokens": torch.tensor(tokens), "loss": torch.tensor(loss)} for tokens, loss in ((3, 1.0), (5, 2.0))]
+    assert join(parts) == {"tokens": 3, "loss": 1.5}
