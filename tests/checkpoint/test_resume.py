@@ -24,6 +24,7 @@ LAYOUTS = {
     "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
     "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
     "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
+    "cp2·tp2": (4, {"context": 2, "tensor": 2}),
     "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
     "pp2·tp2, two stages a rank": (4, {"pipeline": TWO_STAGES, "tensor": 2}),
 }
@@ -89,6 +90,7 @@ RESUMED = [
     ("dp2·tp2 + zero1", {"precision": "16-naive", "masters": "remainder"}),
     ("hsdp2x2", {"precision": "16-mixed", "dropout": 0.2}),
     ("fsdp2·pp2", {"precision": "bf16-true", "dropout": 0.2}),
+    ("cp2·tp2", {"precision": "16-mixed", "dropout": 0.2}),
 ]
 
 
