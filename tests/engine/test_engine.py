@@ -138,14 +138,15 @@ def test_after_a_step_each_gradient_is_that_of_the_whole_batch(world):
             torch.testing.assert_close(full_tensor(parameter.grad), expected, rtol=1e-4, atol=1e-6)
 
 
+NORMS_AND_BIASES, TIED, DATA, CONTROL = "their partial gradients", "the tied embedding", "data gradients", "control"
 COLLECTIVES = {
-    "pp2-tp2": ["the tied embedding", "control"],
-    "pp2-tp2-sp": ["partial gradients of norms and biases", "the tied embedding", "control"],
-    "dp2-tp2": ["data gradients", "control"],
-    "pp2-dp2": ["the tied embedding", "data gradients", "control"],
-    "cp2-tp2": ["data gradients", "control"],
+    "pp2-tp2": (LAYOUTS["pp2-tp2"], [TIED, CONTROL]),
+    "pp2-tp2-sp": (LAYOUTS["pp2-tp2"] | {"sequence_parallel": True}, [NORMS_AND_BIASES, TIED, CONTROL]),
+    "dp2-tp2": (LAYOUTS["dp2-tp2"], [DATA, CONTROL]),
+    "pp2-dp2": (LAYOUTS["pp2-dp2"], [TIED, DATA, CONTROL]),
+    "cp2-tp2": ({"context": 2, "tensor": 2}, [DATA, CONTROL]),
 }
-"""Layout -> the all-reduces of a step, of which there is no other collective."""
+"""Layout -> its options, and the all-reduces of a step, of which there is no other collective."""
 
 
 @pytest.mark.real_sizes  # the number of buffers
@@ -153,10 +154,7 @@ COLLECTIVES = {
 def test_the_collectives_of_a_step_are_few(world):
     """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""
     size = 9 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
-    for layout, expected in COLLECTIVES.items():
-        cut = {"context": 2, "tensor": 2}
-        parallel = cut if layout == "cp2-tp2" else LAYOUTS[layout.removesuffix("-sp")]
-        parallel = parallel | {"sequence_parallel": layout.endswith("-sp")}
+    for layout, (parallel, expected) in COLLECTIVES.items():
         fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "log_num_zeros_in_grad": True}
         with paramp.launch_from_torch({"parallel": parallel, "fp16": fp16, "clip_grad_norm": 1.0}) as context:
             engine = gpt_engine()

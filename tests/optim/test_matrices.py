@@ -430,6 +430,7 @@ def test_schedulers_of_several_optimizers_advance_together_and_are_saved(several
         engine.save(tmp_path / "saved")
         state = schedule.state_dict()
         for load in (lambda: schedule.load_state_dict(state), lambda: engine.load(tmp_path / "saved")):
+            first.param_groups[0]["lr"] = second.param_groups[0]["lr"] = 1.0
             for one in schedule.schedulers:
                 one.last_epoch = 7
                 one._last_lr = [1.0]

@@ -1,5 +1,7 @@
 """What parameters were given before ``initialize`` shards, casts, fills or moves them: hooks and attributes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from counting import Collectives, Operators
 from pool import on_ranks
 from reference import batches, small_gpt
 from small_engines import engine_of, everywhere, own_part
-from small_mixture import StackedExperts
+from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -146,37 +148,21 @@ def test_what_hooks_of_parameters_get(world):
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
 
 
-class Expert(StackedExperts):
-    def __init__(self):
-        super().__init__(2, std=1.0)
-
-
-class Routed(nn.Module):
-    """Each token goes to the expert that its first feature names."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.experts = nn.Linear(8, 8), Expert()
-
-    def forward(self, x):
-        rows = x.flatten(0, 1)
-        index = (rows[:, :1] > 0).long()
-        return self.experts(self.linear(rows), index, torch.ones_like(rows[:, :1])).view_as(x)
-
-
 @pytest.mark.parametrize(
-    ("axis", "name", "whole"), [("context", "linear.weight", False), ("expert", "experts.weight", True)]
+    ("axis", "build", "name", "whole"),
+    [("context", partial(nn.Linear, WIDTH, WIDTH), "weight", False), ("expert", layers, "0.experts.weight", True)],
+    ids=["context", "expert"],
 )
 @on_ranks(2)
-def test_what_hooks_get_over_context_ranks_and_of_shared_experts(world, axis, name, whole):
+def test_what_hooks_get_over_context_ranks_and_of_shared_experts(world, axis, build, name, whole):
     """What this rank's tokens add, and what those of both ranks do."""
-    found, x = [], randn(2, 8, 8, dtype=torch.float64)
-    plain = seeded(Routed).double()
+    found, x = [], randn(2, 8, WIDTH, dtype=torch.float64) if axis == "context" else tokens().double()
+    plain = seeded(build).double()
     F.mse_loss(plain(x), torch.zeros_like(x)).backward()
     with paramp.launch_from_torch({"precision": "64-true", "parallel": {axis: 2}}) as context:
-        model = seeded(Routed).double()
+        model = seeded(build).double()
         model.get_parameter(name).register_hook(lambda gradient: found.append(gradient.clone()))
-        engine = engine_of(model, plan={"experts": "experts"} if axis == "expert" else None)
+        engine = engine_of(model, plan=PLAN if axis == "expert" else None)
         x = own_part(context, x, x)[0]
         engine.forward_backward(x, torch.zeros_like(x))
     expected = plain.get_parameter(name).grad

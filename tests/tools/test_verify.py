@@ -425,6 +425,7 @@ def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
     assert result.returncode == 1
     assert "error: the sharded run failed (2 processes)" in result.stderr
     assert result.stderr.count("Timeout (0:00:02)!") == 2  # both ranks, each with the line that it waits in
+    assert result.stderr.count("most recent call first") >= 2
     assert len(re.findall(r'test_verify\.py", line \d+ in hangs', result.stderr)) == 2
 
 
