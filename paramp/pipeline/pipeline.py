@@ -265,7 +265,7 @@ class Pipeline:
         finally:
             stage.random = random
             if frozen and self._stages.units is not None:
-                self._stages.units.reshard()  # what they have gathered requires a gradient
+                self._stages.units.follow_shards()  # what the batch has gathered required a gradient
 
 
 def _criterion_failure(error: Exception) -> ValueError:

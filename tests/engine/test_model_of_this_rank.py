@@ -30,6 +30,9 @@ class Odd(nn.Linear):
         self.register_buffer("scalar", torch.randn(()))
         for dtype in DTYPES:
             self.register_buffer(str(dtype).replace(".", "_"), torch.randint(0, 9, (5, 3)).to(dtype)[:, :2])
+        for dtype in (*DTYPES, torch.uint32, torch.uint64):
+            values = torch.randint(0, 9, (5, 3)).to(dtype)[:, :2]
+            self.register_parameter(f"frozen {dtype}".replace(".", "_"), nn.Parameter(values, requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.expanded[:1, :1] + self.strided[0, 0] + self.frozen[0, 0] * self.spread[0]
@@ -61,7 +64,7 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
             for values in (engine.module.state_dict(), engine.full_state_dict()):
                 for name, value in values.items():
                     wide = torch.complex128 if value.is_complex() else torch.float64
-                    assert torch.equal(whole(value).to(wide), expected[name].to(wide)), (name, loaded)
+                    assert torch.equal(whole(value.to(wide)), expected[name].to(wide)), (name, loaded)
             assert values.keys() == expected.keys()
         for layer in engine.module.children():
             if isinstance(layer, Odd):

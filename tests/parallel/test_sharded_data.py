@@ -202,6 +202,26 @@ def test_a_block_that_is_frozen_before_a_first_batch_or_one_of_another_size_has_
         assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
 
 
+@on_ranks(4)
+def test_stages_with_a_frozen_block_are_tried_on_one_data_rank_alone(world):
+    """The one with a batch of another size: it gathers no block more often than the other one."""
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+    plain = copy.deepcopy(model).double()
+    parallel = {"data": {"shard": 2}, "pipeline": {"size": 2, "split": ["2"], "microbatches": 4}}
+    with paramp.launch_from_torch({"precision": "64-true", "parallel": parallel}) as context:
+        engine = engine_of(model)
+        for sizes, frozen in (((4, 4), ""), ((8, 4), "1"), ((8, 12), "2")):
+            for name, parameter in (*engine.named_parameters(), *plain.named_parameters()):
+                parameter.requires_grad_(name.partition(".")[0] != frozen)
+            batches = [randn(size, 4, seed=size, dtype=torch.float64) for size in sizes]
+            plain.zero_grad()
+            sum(nn.functional.mse_loss(plain(x), x) / 2 for x in batches).backward()
+            torch.optim.SGD([one for one in plain.parameters() if one.requires_grad], lr=0.1).step()
+            assert train_step(engine, batches[context.dp.rank], batches[context.dp.rank]).stepped
+            engine.zero_grad()
+        assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-12)
+
+
 UNFROZEN = [*itertools.product(("1f1b", "looped-bfs"), ("16-naive", "bf16-true"))]
 
 

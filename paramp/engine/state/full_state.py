@@ -9,12 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from ...base.collectives import broadcast_
-from ...base.dtensor import full_tensor
+from ...base.dtensor import full_tensor, is_dtensor
 from ...base.errors import ConfigError
 from ...base.values_checked_by_type import user_path
 from ...parallel.model_families import adapter_for
 from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks
+
+GATHERED_AS = {torch.int16: torch.int32} | {getattr(torch, f"uint{n}"): torch.int64 for n in (16, 32, 64)}
+"""What stands for integers that no backend gathers. int64 and back are the bits of uint64 too."""
 
 
 def full_state_dict(params: ParamChunks, *, averages: bool = False) -> dict[str, torch.Tensor]:
@@ -57,7 +60,10 @@ def _full_tensors(params: ParamChunks, *, averages: bool = False) -> Iterator[tu
             dist.broadcast_object_list(described, group=stage_axis.group, group_src=rank)
         for name, shape, dtype in described[0]:
             if rank == stage_axis.rank:
-                value = full_tensor(tensors[name].detach()).reshape(shape).to(dtype).contiguous()
+                value = tensors[name].detach()
+                if is_dtensor(value):  # not in float8 either, which no backend gathers
+                    value = full_tensor(value.to(dtype if value.itemsize == 1 else GATHERED_AS.get(dtype, value.dtype)))
+                value = value.reshape(shape).to(dtype).contiguous()
             else:
                 value = torch.empty(shape, dtype=dtype, device=params.context.device)
             broadcast_(value, stage_axis.group, rank)

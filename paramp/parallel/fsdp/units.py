@@ -282,6 +282,11 @@ class ShardedUnits:
                 fsdp2_internals.drop_prefetched(group)
             unit.reshard()
 
+    def follow_shards(self) -> None:
+        """Let gathered parameters require a gradient where their shards do, as torch does when it gathers them."""
+        for one in filter(fsdp2_internals.has_been_gathered, self._params()):
+            one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
+
     def reset(self) -> None:
         """Drop what a failed batch left: gathered parameters and gradients that are not reduced yet."""
         for root in self._roots:
