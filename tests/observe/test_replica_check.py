@@ -108,6 +108,8 @@ MLP = "mlp.up.weight"
 CHANGES = [  # parallel, configuration, what is changed, of which parameter, on which rank; which differs, from which
     (TP2, {}, "weight", "norm.weight", 3, (3,), (0, 1, 2)),
     (PP2_TP2, {}, "weight", "head.weight", 3, (3,), (1,)),  # tied to the embedding of rank 1's stage
+    (PP2_TP2, {}, "optimizer state", "head.weight", 3, (3,), (1,)),
+    (PP2_TP2, NAIVE, "master", "head.weight", 3, (3,), (1,)),
     ({"data": 2}, {"precision": "64-true"}, "weight", MLP, 0, (1,), (0,)),  # of two the lower one counts
     ({"data": 2}, {"precision": "bf16-naive"}, "weight", "norm.weight", 0, (1,), (0,)),
     ({"data": 2}, {}, "weight", "blocks.1.norm1.bias", 1, (1,), (0,)),  # which is frozen
