@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from families import rarely
 from pool import on_ranks, shared_folder
@@ -115,19 +116,25 @@ def in_order(index, weights, rows):
 
 @on_ranks(4)
 def test_experts_of_ones_own_get_a_row_for_each_choice_that_any_rank_made_of_them(world):
-    """With the weight of the router, and their number on this rank as index; on all tensor ranks alike."""
+    """With the weight of the router, and their number on this rank as index; on all tensor ranks alike.
+
+    An axis that is smaller than the data axis has the tokens of its own data ranks.
+    """
     plain, given = layers(1), []
     plain[0].experts.register_forward_pre_hook(lambda _, args: given.extend(args))
     plain(tokens())
     hidden, index, weights = given
-    for parallel in ({"expert": 4}, {"expert": 2, "tensor": 2}):
+    for parallel in ({"expert": 4}, {"expert": 2, "tensor": 2}, {"expert": 2, "data": 4}):
         with paramp.launch_from_torch({"parallel": parallel}) as context:
             model = layers(1)
             model[0].experts.__class__ = Seen
             engine = engine_of(model, plan={"*.experts": "experts"})
             engine.forward_backward(*own_part(context, tokens(), tokens()))
             experts, count = engine.module[0].experts, 4 // parallel["expert"]
-            token, choice = torch.where(index // count == context.coordinates["ep"])
+            data_ranks = {rank // context.tp.size for rank in dist.get_process_group_ranks(context.ep.group)}
+            rank_of_token = torch.arange(16) // (16 // context.dp.size)
+            is_here = torch.isin(rank_of_token, torch.tensor([*data_ranks]))[:, None]
+            token, choice = torch.where(is_here & (index // count == context.coordinates["ep"]))
             expected = in_order(index[token, choice, None] % count, weights[token, choice, None], hidden[token])
             assert experts.num_experts == count
             assert experts.seen[0].shape == experts.seen[1].shape == (len(token), 1)
