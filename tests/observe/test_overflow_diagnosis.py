@@ -114,19 +114,23 @@ def test_planted_overflows_are_named(layout, device):
 
 
 def test_for_an_overflow_of_scaled_gradients_the_report_advises_a_lower_rate_or_scale():
-    scales = []
+    scales, losses = [], []
 
     def criterion(logits, target):
         value = model.loss(logits, target)
         value.register_hook(lambda gradient: scales.append(gradient.item()))
+        losses.append(value.item())
         return value
 
-    with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 2.0**24}}):
+    with paramp.launch_from_torch({"precision": {"mode": "16-naive", "init_scale": 2.0**24, "hysteresis": 1}}):
         model = small_gpt(num_layers=1)
         engine = engine_of(model, criterion)
         assert window(engine).overflow
         report = engine.diagnose_overflow()
-    assert scales == [2.0**24, 2.0**24, 1.0]  # of the step, and of its reruns
+    assert scales == [2.0**24, 2.0**24, 1.0]  # of the step, and of its reruns, for which it is no longer the scaler's
+    assert engine.scaler.get_scale() == 2.0**23
+    assert len(losses) == 3
+    assert len({*losses}) == 1
     assert (report.scale, report.origin.during, report.origin.helped_by_scale) == (2.0**24, "backward", True)
     assert 0 < report.origin.largest <= torch.finfo(torch.float16).max
     assert str(report).startswith(f"backward overflow in {report.origin.module}: inf")

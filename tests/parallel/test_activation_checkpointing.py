@@ -126,11 +126,11 @@ def test_the_pages_table_is_what_its_function_computes():
 
 @on_ranks(2)
 def test_bytes_that_logits_keep(world):
-    for mode in ("bf16-naive", "32-true", "16-mixed", "64-true"):
-        small, large = (kept_bytes(mode, {"tensor": 2}, "full", 2, vocab_size) for vocab_size in (128, 1024))
-        casts = 2 * (1024 - 128) / 2 * WIDTH * (mode == "16-mixed")  # of the weight
-        # Bytes, entries of a rank, tokens.
-        assert large - small - casts == (8 if mode == "64-true" else 4) * (1024 - 128) / 2 * TOKENS, mode
+    for mode, tensor in itertools.product(("bf16-naive", "32-true", "16-mixed", "64-true"), (1, 2)):
+        small, large = (kept_bytes(mode, {"tensor": tensor}, "full", 2, vocab_size) for vocab_size in (128, 1024))
+        entries = (1024 - 128) / tensor  # of a rank
+        casts = 2 * entries * WIDTH * (mode == "16-mixed")  # of the weight
+        assert large - small - casts == (8 if mode == "64-true" else 4) * entries * TOKENS, (mode, tensor)
 
 
 AGAIN = {
