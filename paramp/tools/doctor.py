@@ -52,7 +52,7 @@ def doctor(as_json: bool = False) -> str:
 
 def examine() -> dict[str, Any]:
     """The report as one object of plain values. Later versions may add keys."""
-    devices = _devices()
+    devices, gpu_problems = _devices()
     why_not_compiled = why_not_inductor(devices[0]["kind"], {})
     slurm = {"job": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "tasks": "SLURM_NTASKS"}
     return {
@@ -65,6 +65,7 @@ def examine() -> dict[str, Any]:
         "commit": _commit(Path(__file__).parents[2]),
         "device": devices[0]["kind"],
         "devices": devices,
+        "gpu_problems": gpu_problems,
         "backends": _backends(devices[0]["kind"]),
         "launcher": _launcher(),
         "mpi": _mpi(),
@@ -107,15 +108,17 @@ def _answer(*command: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def _devices() -> list[dict[str, Any]]:
-    devices: list[dict[str, Any]] = []
+def _devices() -> tuple[list[dict[str, Any]], list[str]]:
+    """The devices, and why each GPU that the driver lists beside them cannot be initialised."""
+    devices, problems = [], []
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except RuntimeError:  # the driver lists a GPU that cannot be initialised
+        except RuntimeError as error:
+            problems.append(f"GPU {index} cannot be used: {error}")
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
-    return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}]
+    return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}], problems
 
 
 def _cpu_name() -> str:
@@ -201,7 +204,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     there = ", ".join(name for name in ("gloo", "nccl", "mpi") if backends[name]) or "none"
     mpi_text = "no mpirun on the path" if mpi["path"] is None else f"mpirun of {mpi['mpirun']} at {mpi['path']}"
     job = "no job" if slurm["job"] is None else f"job {slurm['job']} on {slurm['nodes']}, tasks {slurm['tasks']}"
-    devices = [_titled(device) for device in found["devices"]]
+    devices = [*map(_titled, found["devices"]), *found["gpu_problems"]]
     others = [f"{name} {versions[name] or 'none'}" for name in PACKAGES if name not in NAMED_ABOVE]
     commit = f" (commit {found['commit']})" if found["commit"] else ""
     rows = [

@@ -304,6 +304,9 @@ def test_o1_computes_as_autocast_and_widens_norms():
         parameter.data.zero_()
     assert not copied(x).any()
     assert model(x).any()
+    model = prepare(Model(4, 4), opt_level="O1", patch_torch_functions="False")
+    model(x)
+    assert model.seen == (FP32, FP32)
 
 
 def test_ties_hooks_and_attributes_outlive_the_cast():

@@ -150,7 +150,7 @@ def test_experts_are_each_ranks_own_and_stages_too(world):
         dense = parameter_with(torch.full((2,), 3.0))
         assert norm_of(expert, dense) == pytest.approx(math.sqrt(2 * (1 + 4 + 9)))
         assert norm_of(parameter_with(torch.arange(4.0), context.mesh["ep"])) == pytest.approx(math.sqrt(14))
-    with paramp.ParallelContext.from_mesh(by_name({"efsdp": 2, "ep": 2}), roles={"efsdp": "fsdp"}) as context:
+    with paramp.ParallelContext.from_mesh(by_name({"efsdp": 2, "ep": 2})) as context:
         gradient = torch.full((4,), 3.0 + context.mesh.get_local_rank("ep"))
         assert norm_of(parameter_with(gradient, context.mesh["efsdp"], expert=True)) == pytest.approx(10.0)
     with paramp.ParallelContext.from_mesh(by_name({"tp": 2, "pipe": 2}), roles={"pipe": "pp"}) as context:

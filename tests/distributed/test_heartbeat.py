@@ -281,6 +281,7 @@ def test_a_job_in_which_every_rank_waits_in_a_batch_ends(start):
         (["forward", "backward"], 1, {0, 1}),
         (["loss", "step"], 1, {0, 1}),
         (["step", "save"], 1, {0, 1}),
+        (["backward input", "backward weight"], 1, {0, 1}),
         (["step", "batch"], None, set()),
         (["step", None], 1, set()),
         (["forward", "data"], 1, set()),

@@ -145,6 +145,7 @@ COLLECTIVES = {
     "dp2-tp2": (LAYOUTS["dp2-tp2"], [DATA, CONTROL]),
     "pp2-dp2": (LAYOUTS["pp2-dp2"], [TIED, DATA, CONTROL]),
     "cp2-tp2": ({"context": 2, "tensor": 2}, [DATA, CONTROL]),
+    "tp4": ({"tensor": 4}, [CONTROL]),
 }
 """Layout -> its options, and the all-reduces of a step, of which there is no other collective."""
 

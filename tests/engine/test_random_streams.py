@@ -10,11 +10,14 @@ import torch
 from commands import ROOT, run, succeeded
 from families import cases, family
 from gpu_cells import on_fake_device
-from pool import run_on_ranks
+from pool import on_ranks, run_on_ranks, shared_folder
 from small_engines import engine_of, train_step
+from small_mixture import PLAN, layers
 from torch import nn
 
 import paramp
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.checkpoint.resharding import read_tensor
 
 LAYOUTS = {
     "1": {},
@@ -24,6 +27,7 @@ LAYOUTS = {
     "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
     "fsdp2": {"data": {"shard": 2}},
     "cp2": {"context": 2},
+    "dp2 + zero1": {"data": 2, "zero": 1},
 }
 PRODUCTS = {"pp2·tp2": {"pipeline": 2, "tensor": 2}, "pp2·dp2": {"pipeline": 2, "data": 2}}
 PRODUCTS |= {"dp2·cp2": {"data": 2, "context": 2}}
@@ -87,7 +91,7 @@ def run_and_save(world, layout, path, load=None, wait=True, config_seed=0):
         if load is not None:
             engine.load(load)
         engine.save(path, wait=wait)
-        place, found = (context.pp.rank, context.dp.rank, context.tp.rank), draw(engine, 3)
+        place, found = (context.pp.rank, context.batch_axis.rank, context.tp.rank), draw(engine, 3)
         engine.save(f"{path} later")
         return place, found, without
 
@@ -115,6 +119,24 @@ def test_every_stream_goes_on_in_the_same_layout(tmp_path, layout, wait):
         assert all(len(set(step)) == len(step) == 8 for steps in drawn["stages"] for step in steps)
 
 
+@on_ranks(2)
+def test_streams_go_on_where_data_ranks_share_experts(world):
+    folder, drawn = shared_folder(), []
+    for number, parallel in enumerate(({"data": 2}, {"expert": 2}, {"data": 2})):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            engine = engine_of(layers(), plan=PLAN)
+            seed(100 * number + world.rank)
+            if number:
+                engine.load(folder / str(number - 1))
+            engine.save(folder / str(number))
+        drawn.append(draw_own())
+        with OpenCheckpoint(folder / "0") as first, OpenCheckpoint(folder / str(number)) as found:
+            names = [name for name in first.header.tensors if name.startswith("random.")]
+            assert names
+            assert all(torch.equal(read_tensor(first, name), read_tensor(found, name)) for name in names)
+    assert drawn[1:] == drawn[:1] * 2
+
+
 GOES_ON = {
     ("tp2", "1"): {0: 0},
     ("1", "tp2"): {0: 0},
@@ -127,10 +149,12 @@ GOES_ON = {
     ("pp2", "pp2·tp2"): {0: 0},
     ("pp2·tp2", "pp2·dp2"): {0: 0},
     ("pp2·dp2", "pp2"): {0: 0},
+    ("dp2", "dp2 + zero1"): {0: 0, 1: 1},
     ("cp2", "dp2"): {},
+    ("cp2", "dp2·cp2"): {0: 0, 1: 1},
     ("dp2·cp2", "dp2"): {},
 }
-"""Layouts that save and load, and whose stages' streams go on there: data rank by data rank of before."""
+"""Layouts that save and load, and whose stages' streams go on there: by data and context rank, that of before."""
 PART = [("1", "tp2"), ("dp2", "fsdp2"), ("pp2", "pp2, two stages a rank"), ("pp2·tp2", "pp2·dp2")]
 
 

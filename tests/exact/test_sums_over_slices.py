@@ -51,6 +51,16 @@ def test_terms_are_added_in_fp32_and_rounded_once():
     assert float(total.half()) == 1 + 2.0**-10  # in fp16 each addition would be lost
 
 
+def test_chunks_and_calls_are_added_in_fp32_and_rounded_once_a_call():
+    """1 + (2**-8 + 2**-16): in bfloat16 the chunks would be 2**-8, and the sum with the earlier call 1."""
+    config = {"precision": "bf16-naive", "reproducible": True, "gradient_accumulation": 2}
+    with paramp.launch_from_torch(config):
+        engine = engine_of(nn.Linear(1, 1, bias=False), lambda output, target: 4 * (output * target).sum())
+        for given in ([[1.0], [0.0]], [[2.0**-8], [2.0**-16]]):
+            result = train_step(engine, torch.ones(2, 1), torch.tensor(given))
+        assert result.grad_norm == 1 + 2.0**-7
+
+
 def test_a_bias_gets_the_sum_over_slices_of_the_sequence():
     total, bias = randn(2, 8, 3).requires_grad_(), randn(3, seed=3).requires_grad_()
     weights = randn(2, 8, 3, seed=2)

@@ -14,6 +14,7 @@ from pool import on_ranks, run_on_ranks, shared_folder
 from reference import whole
 from small_engines import everywhere
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from trainer_runs import INF, MAX_NORM, SCALE, STEPS, UNITS, check_weights, quiet
 from trainer_runs import ROUNDING as ROUNDINGS
@@ -183,6 +184,8 @@ def check_layout(world, layout, precision="fp16", accumulated=1):
     trainer = trainer_of(planting(host, world.rank), world, shared_folder(), layout, precision, accumulated=accumulated)
     try:
         check_training(trainer, train(trainer), precision)
+        is_sharded = all(isinstance(one, DTensor) for one in trainer.model_wrapped.parameters())
+        assert is_sharded or layout != "fsdp"  # else it is DDP
     finally:
         forget()
 

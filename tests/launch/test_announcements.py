@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from counting import Collectives
 from pool import on_ranks
-from train import train
+from train import agree, train
 from train_app.batch_reader import accumulation_for, max_over_ranks
 from train_app.reporter import announce, announce_resume, facts_of
 from train_app.settings import Job, TrainConfig, configure
@@ -80,3 +80,9 @@ def test_the_largest_numbers_of_all_ranks_take_one_all_reduce(world):
     with paramp.launch_from_torch({}) as context, Collectives() as collectives:
         assert max_over_ranks(context, world.rank, -world.rank, 3) == [1, 0, 3]
     assert (collectives.counts, collectives.elements) == ({"allreduce": 1}, [3])
+    with paramp.launch_from_torch({}) as context, Collectives() as collectives:
+        run = SimpleNamespace(engine=SimpleNamespace(context=context), batches=SimpleNamespace(failure=None))
+        record = {"memory_bytes": 10 + world.rank, "data_seconds": 2.0 - world.rank}
+        assert agree(run, record, SimpleNamespace(received=None)) == (0, False)
+    assert record == {"memory_bytes": 11, "data_seconds": 2.0}
+    assert collectives.counts == {"allreduce": 1}

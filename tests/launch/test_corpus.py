@@ -14,6 +14,7 @@ import torch
 from test_token_files import megatron
 from train_app import text_to_tokens, token_sources
 from train_app.corpus import bigram_loss, held_out_windows, load_corpus, sample_offsets, training_windows
+from train_app.settings import TrainConfig
 
 from paramp import ConfigError, DataError
 
@@ -104,7 +105,7 @@ def test_the_bigram_loss_equals_hand_arithmetic(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_split_by_file(tmp_path, monkeypatch):
-    corpus = load_corpus("stdlib")
+    corpus = load_corpus(TrainConfig().data)
     assert len(corpus.training) > 5_000_000
     assert 0.01 < len(corpus.held_out) / len(corpus.training) < 0.15
     assert 2.0 < bigram_loss(corpus) < 3.0
@@ -234,6 +235,8 @@ def test_text_is_encoded_by_the_tokenizer(tmp_path, monkeypatch):
     corpus = load_corpus(str(tmp_path / "data"), tokenizer=str(folder))
     assert parts(corpus) == [[2, 3, 4, 5] * 1000 + [1] + [3, 3, 2, 0, 5] * 55, [3, 3, 2, 0, 5] * 45]
     assert (corpus.vocab_size, corpus.unit) == (6, "token")
+    first, second = parts(load_corpus(str(tmp_path / "data" / "b.txt"), tokenizer=str(folder)))
+    assert first + second == [3, 3, 2, 0, 5] * 100
     assert load_corpus(str(tmp_path / "t.bin"), tokenizer=str(folder / "tokenizer.json")).vocab_size == 6
     # The end of a text is in the tokenizer's configuration, or there is none.
     save_tokenizer(folder, end="<END>")

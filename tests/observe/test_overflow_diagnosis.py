@@ -272,6 +272,7 @@ def test_an_overflow_in_the_sum_over_microbatches_is_named():
         report = engine.diagnose_overflow()
     found = (report.kind, report.origin.during, report.origin.parameter, report.origin.call, report.origin.kind)
     assert found == ("sum", "sum over microbatches", "0.weight", 1, "inf")
+    assert str(report).startswith("overflow in the sum over microbatches: the gradient of 0.weight became inf when")
     assert "set grad_dtype to 'float32'" in str(report)
 
 
@@ -283,6 +284,7 @@ def test_an_overflow_in_the_sum_over_data_ranks_is_named(world, parallel):
         assert train_step(engine, torch.full((2, 1), 1.5)).overflow
         report = engine.diagnose_overflow()
         assert (report.kind, report.origin.during, report.origin.parameter) == ("sum", "sum over ranks", "0.weight")
+        assert str(report).startswith("overflow in the sum over ranks: the gradient of 0.weight is finite on each rank")
         assert "set reduce_dtype to 'float32'" in str(report)
         assert train_step(engine, torch.full((2, 1), 0.5)).stepped
 
@@ -303,6 +305,7 @@ def test_a_gradient_that_was_changed_by_hand_is_reported_as_finite_in_the_rerun(
         assert engine.step().overflow
         report = engine.diagnose_overflow()
         assert (report.kind, report.origin) == ("gradients", None)
+        assert "the module, microbatch and data rank are not known" in str(report)
         assert "call forward_backward(x, y)" in str(report)
 
 

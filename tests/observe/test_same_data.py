@@ -12,12 +12,14 @@ from torch import nn
 from torch.distributed import HashStore
 
 import paramp
-from paramp.observe.same_data import NUM_COMPARED, LaterBatches, Leaf
+from paramp.observe.same_data import NUM_COMPARED, LaterBatches, Leaf, _leaves
+from paramp.parallel.microbatches import Batch
 
 PLAN = {"0": "colwise", "2": "rowwise"}
 RANKS = {
     "tensor": ("rank 0 (pp 0, dp 0, tp 0)", "rank 1 (pp 0, dp 0, tp 1)"),
     "pipeline": ("rank 0 (pp 0, dp 0, tp 0)", "rank 1 (pp 1, dp 0, tp 0)"),
+    "context": ("rank 0 (pp 0, dp 0, cp 0, tp 0)", "rank 1 (pp 0, dp 0, cp 1, tp 0)"),
 }
 
 
@@ -29,12 +31,12 @@ def build():
 @on_ranks(2)
 def test_different_batches_are_an_error_on_every_rank(world, axis):
     first, second = RANKS[axis]
-    x, y = torch.ones(4, 4), torch.zeros(4, 4)
+    x, y = torch.ones(4, 4, 4), torch.zeros(4, 4, 4)
     half, typed = 4 - 2 * world.rank, y.to((torch.float32, torch.int64)[world.rank])
     wrong = [
-        (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4), but {second} has other values"),
-        (x[:half], y[:half], f"inputs[0]: {first} has float32 (4, 4), but {second} has float32 (2, 4)"),
-        (x, typed, f"target: {first} has float32 (4, 4), but {second} has int64 (4, 4)"),
+        (x + world.rank, y, f"inputs[0]: {first} has float32 (4, 4, 4), but {second} has other values"),
+        (x[:half], y[:half], f"inputs[0]: {first} has float32 (4, 4, 4), but {second} has float32 (2, 4, 4)"),
+        (x, typed, f"target: {first} has float32 (4, 4, 4), but {second} has int64 (4, 4, 4)"),
     ]
     for own_x, own_y, message in wrong:
         with paramp.launch_from_torch({"parallel": {axis: 2}}):
@@ -73,6 +75,18 @@ def test_only_the_first_batches_are_compared(world):
                 counted.append(bool(collectives.counts["allgather"]))
                 engine.step()
             assert counted == [True] * expected + [False] * (5 - expected)
+
+
+def test_what_is_compared_of_a_later_batch():
+    """Shapes, dtypes and what is no tensor."""
+    x, given = torch.ones(2, 4), {"factor": 2.0, "name": "a"}
+
+    def compared(**other):
+        return _leaves(Batch.of({"x": x} | given | other), hashed=False)
+
+    assert compared() == compared(x=x + 1)
+    for key, value in (("x", x[:1]), ("x", x.double()), ("factor", 3.0), ("name", "b")):
+        assert compared() != compared(**{key: value}), key
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])

@@ -5,6 +5,7 @@ import functools
 import re
 
 import pytest
+import small_mixture
 import torch
 import torch.nn.functional as F
 from beside_plain import plain_step
@@ -270,7 +271,8 @@ def test_bytes_a_parameter(mode):
 @pytest.mark.real_sizes
 @on_ranks(2)
 def test_bytes_a_parameter_of_parts(world):
-    for mode in ("16-mixed", "bf16-mixed", "bf16-naive", "O2", "bf16-true", "64-true", "fp8-mixed"):
+    of_fp32 = ("32-true", "16-mixed", "bf16-mixed", "fp8-mixed")
+    for mode in (*of_fp32, "16-naive", "bf16-naive", "O2", "bf16-true", "64-true"):
         for state in ("full", "bf16")[: 1 + (mode != "64-true")]:
             for parallel, parts in (({"data": {"shard": 2}}, {"shard": 2}), ({"zero": 1}, {"zero": 2})):
                 config = {"precision": mode, "optimizer_state": state, "parallel": parallel}
@@ -344,8 +346,35 @@ def test_gradients_of_microbatches_add_up_in_fp32_where_asked():
 def test_the_sum_over_data_ranks_is_made_in_the_dtype_asked_for(world):
     """Two gradients of 40000 are too much for fp16; their true sum is in fp32."""
     assert result_of({"grad_dtype": "float32", "reduce_dtype": "float16"}, 40000.0).overflow
-    result = result_of({"grad_dtype": "float32", "reduce_dtype": "float32"}, 40000.0)
-    assert (result.overflow, result.grad_norm) == (False, 80000.0)
+    for reduced in ({"reduce_dtype": "float32"}, {}):  # else in the dtype of the gradients
+        result = result_of({"grad_dtype": "float32"} | reduced, 40000.0)
+        assert (result.overflow, result.grad_norm) == (False, 80000.0)
+
+
+@on_ranks(2)
+def test_the_sum_over_stages_is_made_in_the_dtype_asked_for(world):
+    """Of a tied weight, which has a gradient of 40000 on each."""
+    for dtype in ("float16", "float32"):
+        config = {"precision": {"mode": "16-naive", "init_scale": 1.0}, "grad_dtype": "float32"}
+        config |= {"reduce_dtype": {"pp": dtype}, "parallel": {"pipeline": {"size": 2, "microbatches": 2}}}
+        with paramp.launch_from_torch(config):
+            model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
+            model[1].weight = model[0].weight
+            nn.init.ones_(model[0].weight)
+            engine = engine_of(model, lambda output, target: (output * target).sum())
+            result = train_step(engine, torch.ones(2, 1), torch.full((2, 1), 40000.0))
+            assert (result.overflow, result.grad_norm == 80000.0) == (dtype == "float16", dtype == "float32")
+
+
+@pytest.mark.real_sizes  # so that no buffer ends early
+@on_ranks(2)
+def test_experts_that_ranks_share_have_a_buffer_of_their_own(world):
+    cases = [({"expert": 2}, [{False}, {True}]), ({"data": {"shard": 2}, "expert": 2}, [{False, True}])]
+    for parallel, expected in cases:
+        with paramp.launch_from_torch({"parallel": parallel}):
+            engine = engine_of(small_mixture.layers(), plan=small_mixture.PLAN)
+            found = [{"experts" in param.name for param in buffer.params} for buffer in engine._weights.buffers]
+        assert sorted(found, key=str) == expected
 
 
 @pytest.mark.parametrize("grad_dtype", [None, "float32"])

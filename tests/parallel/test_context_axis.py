@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -434,6 +435,8 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
     with paramp.launch_from_torch({"parallel": {"context": 2, "data": 2}}) as context:
         assert (context.cp.size, context.dp.size, context.batch_axis.size) == (2, 2, 4)
         assert context.mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+        group = torch.distributed.get_process_group_ranks(context.model_group)
+        assert group == [2 * context.dp.rank, 2 * context.dp.rank + 1]
         data = torch.utils.data.TensorDataset(torch.arange(8))
         loader = torch.utils.data.DataLoader(data, batch_size=2)
         _, loader, *_ = paramp.initialize(build("GPT"), torch.optim.SGD, summed_loss, loader)
@@ -486,6 +489,32 @@ def test_checkpointed_blocks_attend_over_whole_sequences_again(world, every):
     config = {"parallel": {"context": 2}, "activation_checkpointing": every, "clip_grad_norm": 1e9}
     with paramp.launch_from_torch(config) as context:
         assert sum(train(context, "packed")[1], ()) == pytest.approx(sum(reference("packed"), ()), rel=1e-5)
+
+
+class Grouped(nn.Linear):
+    """Attention of four heads to the keys of some of them, and the values of as many."""
+
+    def __init__(self, num_key_heads):
+        super().__init__(8, 8)
+        self.num_key_heads = num_key_heads
+
+    def forward(self, x):
+        heads = super().forward(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        kept = heads[:, : self.num_key_heads]
+        mixed = F.scaled_dot_product_attention(heads, kept, kept, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@on_ranks(2)
+def test_without_a_method_the_shapes_of_a_call_choose_it(world):
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+    for num_key_heads, expected in ((4, "ulysses"), (2, "all-gather")):
+        with (
+            paramp.launch_from_torch({"parallel": {"context": 2}}),
+            mock.patch.object(cut_sequences, "attention", wraps=cut_sequences.attention) as attention,
+        ):
+            engine_of(Grouped(num_key_heads), F.mse_loss).forward_backward(x, x)
+        assert {call.kwargs["method"] for call in attention.call_args_list} == {expected}
 
 
 def dropout_gpt(context):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import paramp
-from paramp.models import MoEGPT
+from paramp.models import MoEGPT, MoEGPTConfig
 from paramp.parallel.expert_balance import TokenCounts, token_counts
 
 LR = 8.0
@@ -140,6 +140,7 @@ def test_the_whole_batch_is_one_microbatch_where_all_forwards_come_first():
 
 
 def test_how_far_the_gradient_of_the_microbatches_so_far_is_from_that_of_all():
+    assert SMALL_MOE.balance_weight == 50 * MoEGPTConfig.balance_weight
     x, y = next(batches(1, size=16))
     for num_parts, distance in ((2, 0.04), (4, 0.07), (16, 0.08)):
         buffer, whole = (

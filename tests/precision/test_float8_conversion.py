@@ -81,6 +81,7 @@ def test_linear_layers_of_sizes_that_the_hardware_takes_are_chosen():
         ({"modules": ("blocks.1.*", "lm_head")}, ("blocks.1.up",)),
         ({"skip": ("blocks.0.**",)}, ("blocks.1.up", "lm_head")),
         ({"skip": ("**.up",)}, ("lm_head",)),
+        ({"modules": ("*",), "skip": ()}, ("lm_head",)),
         ({"modules": ("blocks.*.u?",), "skip": ()}, ("blocks.0.up", "blocks.1.up")),
     ],
 )

@@ -245,6 +245,7 @@ IMPOSSIBLE = {
     "growth_interval: got 0": {"growth_interval": 0},
     "hysteresis: got 0": {"hysteresis": 0},
     "min_scale: got 0": {"min_scale": 0.0},
+    r"min_scale: got 1e\+39": {"min_scale": 1e39},
     "max_scale: got 4": {"min_scale": 8.0, "max_scale": 4.0},
     r"max_scale: got 1e\+39": {"max_scale": 1e39},
     "max_scale: got nan": {"max_scale": math.nan},

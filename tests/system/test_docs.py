@@ -269,10 +269,11 @@ def test_the_table_of_extras_is_that_of_the_project():
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     table = {}
     for names, brought in re.findall(r"^\| (`.*?) \| (.*?) \|", read("docs/index.md").partition("| extra |")[2], re.M):
-        table |= dict.fromkeys(re.findall(r"`(\w+)`", names), brought)
+        row = dict.fromkeys(re.findall(r"`(\w+)`", names), brought)
+        packages = {re.match(r"[\w-]+", one)[0] for name in row for one in extras[name]}
+        assert "all" in row or packages == set(brought.partition(", and ")[0].split(", ")), names
+        table |= row
     assert table.keys() == extras.keys() - {"docs", "test", "hosts", "dev"}
-    for name in table.keys() - {"all"}:
-        assert {re.match(r"[\w-]+", one)[0] for one in extras[name]} <= set(re.findall(r"[\w-]+", table[name])), name
     left_out = set(re.findall(r"`(\w+)`", table["all"]))
     assert set(re.search(r"\[(.*)\]", *extras["all"])[1].split(",")) == table.keys() - left_out - {"all"}
 
@@ -314,6 +315,7 @@ def test_the_table_of_modes_is_what_the_modes_are():
 def test_pages_have_the_versions_of_the_project():
     project = tomllib.loads(read("pyproject.toml"))["project"]
     python, torchs = project["requires-python"].removeprefix(">="), project["dependencies"][0].removeprefix("torch>=")
+    assert [re.match(r"[\w-]+", one)[0] for one in project["dependencies"]] == ["torch", "numpy", "safetensors"]
     assert f"You need Python {python} or newer" in read("README.md")
     assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in read("README.md")
     assert paramp.__version__ in read("CHANGELOG.md")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,36 @@ def test_what_follows_from_a_schedule():
     assert [plain.stages_of(rank) for rank in range(3)] == [[0], [1], [2]]
     assert (loop.num_microbatches, v.num_microbatches, plain.num_microbatches) == (3, 6, 3)
     assert pipeline_of(schedule="zbv").num_stages == 1
+
+
+class Kept:
+    """A tensor that autograd has saved, without the node that made it, which may be the one that holds it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+
+
+@on_ranks(2)
+def test_activations_are_freed_as_in_the_order(world):
+    """All that a batch saves is there at once, or not half of it."""
+    x, alive = randn(24, 3), weakref.WeakSet()
+    for name in SCHEDULES:
+        made = most = 0
+
+        def pack(tensor):
+            nonlocal made, most
+            alive.add(kept := Kept(tensor))
+            made, most = made + 1, max(most, len(alive))
+            return kept
+
+        with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": name, "microbatches": 12}}}):
+            engine = engine_of(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4))))
+            engine.forward_backward(x, x)  # which tries the stages
+            engine.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                engine.forward_backward(x, x)
+            assert not alive
+            assert most == made if name in ("gpipe", "looped-bfs") else 2 * most < made, name
 
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}

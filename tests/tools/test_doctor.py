@@ -19,7 +19,7 @@ from paramp.tools import doctor
 from paramp.tools.cli import main
 
 KEYS = {
-    *("versions", "commit", "device", "devices", "backends", "launcher", "mpi", "slurm"),
+    *("versions", "commit", "device", "devices", "gpu_problems", "backends", "launcher", "mpi", "slurm"),
     *("apex", "torchao", "transformer_engine", "compile", "modes"),
 }
 
@@ -75,6 +75,21 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
     for name in ("16-mixed", "16-naive", "O2", "16-true"):
         assert found["modes"][name] == {"runs": "emulated", "why": why}
     assert found["modes"]["32-true"] == {"runs": "natively", "why": "float32 products"}
+
+
+def test_a_gpu_that_cannot_be_used_is_a_line_of_the_report(bare, monkeypatch, capsys):
+    """With it this is a machine without GPUs."""
+
+    def properties(index):
+        raise RuntimeError("the NVIDIA driver is too old")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert main(["doctor"]) == 0
+    assert "GPU 0 cannot be used: the NVIDIA driver is too old" in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["gpu_problems"]) == ("cpu", ["GPU 0 cannot be used: the NVIDIA driver is too old"])
 
 
 def test_the_version_stands_in_one_place(capsys):

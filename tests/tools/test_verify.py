@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import paramp
 from paramp import ConfigError, Precision
 from paramp.parallel.microbatches import Batch
 from paramp.tools.cli import main
-from paramp.tools.verify import options
+from paramp.tools.verify import options, two_runs
 from paramp.tools.verify.activation_recorder import RankRecord
 from paramp.tools.verify.compare import compare, distance, joined, layout_name, rounding
 from paramp.tools.verify.options import Options, configure
@@ -427,6 +428,22 @@ def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
     assert result.stderr.count("Timeout (0:00:02)!") == 2  # both ranks, each with the line that it waits in
     assert result.stderr.count("most recent call first") >= 2
     assert len(re.findall(r'test_verify\.py", line \d+ in hangs', result.stderr)) == 2
+
+
+def test_the_commands_flags_are_its_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr(two_runs, "verify", lambda *given: seen.append(given) or 1)
+    flags = "--norms fused --lr 0.5 --seq-len 8 --batch-size 4 --steps 2 --timeout 9 --tolerance 6 --seed 3"
+    assert main(["verify", "verified:gpt", *flags.split()]) == 1
+    ((given, tolerance),) = seen
+    found = given.norms, given.lr, given.seq_len, given.batch_size, given.steps, given.timeout, tolerance
+    assert found == ("fused", 0.5, 8, 4, 2, 9.0, 6.0)
+    with paramp.launch_from_torch(configure(given, "single"), device="cpu") as context:
+        assert context.config.seed == 3
+        engine, batches, _ = two_runs.prepared(given, context, 4, 1, partial(torch.optim.SGD, lr=0.1))
+        norms = {type(one) for one in engine.module.modules() if isinstance(one, nn.LayerNorm)}
+        assert norms == {paramp.nn.FusedLayerNorm}
+        assert {batch.args[0].shape for batch in batches} == {(4, 8)}
 
 
 # --------------------------------------------------------------------------------------------- distances, by hand
