@@ -13,6 +13,7 @@ from commands import COLD
 from families import WHOLE, cases, family
 from victims import TINY, Run, torchrun_command, weights_at
 
+pytestmark = pytest.mark.real_sizes  # what is tested are files and processes
 LAYOUTS = {
     "pp2-tp2": (4, ["--tp", "2", "--pp", "2"]),
     "dp2-tp2": (4, ["--tp", "2", "--dp", "2"]),

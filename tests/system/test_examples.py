@@ -138,6 +138,7 @@ EPOCH = re.compile(r"Epoch (\d+) - train loss: (\S+), lr: (\S+)$", re.MULTILINE)
 
 
 @family
+@pytest.mark.real_sizes  # its 21 million parameters would be 110,000 blocks
 @pytest.mark.parametrize("num_ranks", rarely([1, 2], 1))
 @few_cores
 def test_the_script_of_colossalais_document_trains(tmp_path, monkeypatch, capsys, num_ranks):
