@@ -115,7 +115,7 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
         try:
             found = torch.cuda.get_device_properties(index)
         except RuntimeError as error:
-            problems.append(f"GPU {index} cannot be used: {error}")
+            problems.append(f"GPU {index} cannot be used: {str(error).splitlines()[0]}")
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}], problems

@@ -362,7 +362,8 @@ def test_an_invalid_count_raises_on_every_rank(world, layout, loop):
             assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
             result = in_loop(engine, criterion, loop, *own, steps=True)
             assert result.grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
-        for criterion.count in (torch.tensor([[3.0]]), 2.0**53):
+        for right in (torch.tensor([[3.0]]), 2.0**53):
+            criterion.count = right
             assert in_loop(engine, criterion, loop, *own, steps=True).stepped
             engine.zero_grad()
 

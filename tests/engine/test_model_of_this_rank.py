@@ -29,9 +29,9 @@ class Odd(nn.Linear):
         self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
         self.register_buffer("scalar", torch.randn(()))
         for dtype in DTYPES:
-            self.register_buffer(str(dtype).replace(".", "_"), torch.randint(0, 9, (5, 3)).to(dtype)[:, :2])
+            self.register_buffer(str(dtype).replace(".", "_"), torch.randint(-9, 9, (5, 3)).to(dtype)[:, :2])
         for dtype in (*DTYPES, torch.uint32, torch.uint64):
-            values = torch.randint(0, 9, (5, 3)).to(dtype)[:, :2]
+            values = torch.randint(-9, 9, (5, 3)).to(dtype)[:, :2]  # of unsigned integers some of the largest
             self.register_parameter(f"frozen {dtype}".replace(".", "_"), nn.Parameter(values, requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,8 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout):
                 engine.load(folder / "saved")
             for values in (engine.module.state_dict(), engine.full_state_dict()):
                 for name, value in values.items():
-                    wide = torch.complex128 if value.is_complex() else torch.float64
+                    is_integer = not (value.is_complex() or value.is_floating_point())
+                    wide = torch.complex128 if value.is_complex() else torch.int64 if is_integer else torch.float64
                     assert torch.equal(whole(value.to(wide)), expected[name].to(wide)), (name, loaded)
             assert values.keys() == expected.keys()
         for layer in engine.module.children():

@@ -121,24 +121,32 @@ def test_tensor_ranks_have_whole_experts_and_compute_the_same(world):
 class Chosen(nn.Module):
     """Four experts that multiply with a number each, all chosen for each token, in an order of their own."""
 
-    def __init__(self):
+    def __init__(self, factors):
         super().__init__()
         self.experts = StackedExperts()
-        factors = torch.tensor([1e8, 1.0, -1e8, 1.0])
-        self.experts.weight.data = torch.eye(WIDTH) * factors[:, None, None]
+        self.experts.weight.data = torch.eye(WIDTH) * torch.tensor(factors)[:, None, None]
 
     def forward(self, x):
         return self.experts(x, torch.tensor([[2, 0, 3, 1]]).expand(len(x), -1), torch.ones(len(x), 4))
 
 
+def summed(outputs, output, _):
+    outputs.append(output)
+    return output.sum()
+
+
 @on_ranks(2)
 def test_what_experts_return_is_added_in_the_order_of_the_experts(world):
-    outputs = []
-    with paramp.launch_from_torch({"reproducible": True, "parallel": {"expert": 2}}):
-        engine = engine_of(nn.Sequential(Chosen()), lambda output, _: outputs.append(output) or output.sum(), plan=PLAN)
-        engine.forward_backward(torch.ones(2, WIDTH), torch.ones(2, 1))
-    assert all(output.eq(1.0).all() for output in outputs)  # in a tree 0, and of the choice -1e8 + 1e8 + 1 + 1 = 2
-    assert len(outputs) == 2
+    for precision, factors, expected in (
+        ("32-true", [1e8, 1.0, -1e8, 1.0], 1.0),  # in a tree 0, and in that of the choice -1e8 + 1e8 + 1 + 1 = 2
+        ("bf16-naive", [256.0, 1.0, 1.0, 0.0], 258.0),  # in bfloat16 each 1 would be lost
+    ):
+        outputs, config = [], {"reproducible": True, "precision": precision, "parallel": {"expert": 2}}
+        with paramp.launch_from_torch(config):
+            engine = engine_of(nn.Sequential(Chosen(factors)), partial(summed, outputs), plan=PLAN)
+            engine.forward_backward(torch.ones(2, WIDTH), torch.ones(2, 1))
+        assert all(output.eq(expected).all() for output in outputs)
+        assert len(outputs) == 2
 
 
 def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():

@@ -104,17 +104,21 @@ def test_the_loss_is_added_up_in_fp64():
         assert train_step(engine, torch.ones(4, 1), given).loss == (2.0**25 + 2) / 4  # in fp32 each 1 would be lost
 
 
-def test_the_gradient_of_an_embedding_adds_the_tokens_of_a_chunk_in_their_order():
-    """Not in a tree, which would give 0."""
-    terms = torch.tensor([1e8, 1.0, -1e8, 1.0])
-    with paramp.launch_from_torch({"reproducible": True}):
+@pytest.mark.parametrize(
+    ("precision", "terms", "expected"),
+    [("32-true", [1e8, 1.0, -1e8, 1.0], 1.0), ("bf16-naive", [256.0, 1.0, 1.0, 0.0], 256.0)],
+)
+def test_the_gradient_of_an_embedding_adds_the_tokens_of_a_chunk_in_their_order(precision, terms, expected):
+    """Not in a tree, which would give 0; and in the dtype of the weight: in fp32 1 and 1 would not be lost."""
+    terms = torch.tensor(terms)
+    with paramp.launch_from_torch({"reproducible": True, "precision": precision}):
         table = nn.Embedding(2, 1)
         nn.init.zeros_(table.weight)
         engine = engine_of(
             table, lambda output, target: (output[..., 0] * target).sum(), partial(torch.optim.SGD, lr=1.0)
         )
         assert train_step(engine, torch.zeros(1, 4, dtype=torch.int64), terms[None]).stepped
-        assert engine.full_state_dict()["weight"].tolist() == [[-1.0], [0.0]]
+        assert engine.full_state_dict()["weight"].tolist() == [[-expected], [0.0]]
 
 
 class Two(nn.Module):

@@ -429,12 +429,16 @@ def test_schedulers_of_several_optimizers_advance_together_and_are_saved(several
             assert schedule.get_last_lr() == pytest.approx([expected] * 2)
         engine.save(tmp_path / "saved")
         state = schedule.state_dict()
-        for load in (lambda: schedule.load_state_dict(state), lambda: engine.load(tmp_path / "saved")):
+        for load, rate in (
+            (lambda: schedule.load_state_dict(state), 1.0),
+            (lambda: engine.load(tmp_path / "saved"), 0.025),
+        ):
             first.param_groups[0]["lr"] = second.param_groups[0]["lr"] = 1.0
             for one in schedule.schedulers:
                 one.last_epoch = 7
                 one._last_lr = [1.0]
             load()
+            assert [one.param_groups[0]["lr"] for one in (first, second)] == pytest.approx([rate] * 2)
             assert [one.last_epoch for one in schedule.schedulers] == [2, 2]
             assert schedule.get_last_lr() == pytest.approx([0.025] * 2)
         schedule.schedulers[0].gamma = 0.25

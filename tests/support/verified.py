@@ -45,6 +45,7 @@ def mixtures() -> MoEGPT:
     return MoEGPT(MoEGPTConfig(**sizes, num_experts=4, expert_width=24, dropout=0.1))
 
 
+MODEL = blocks()
 RIGHT = {"block*.up": "colwise", "block*.down": "rowwise"}
 
 

@@ -78,10 +78,10 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
 
 
 def test_a_gpu_that_cannot_be_used_is_a_line_of_the_report(bare, monkeypatch, capsys):
-    """With it this is a machine without GPUs."""
+    """A machine whose only GPU cannot be used counts as one without."""
 
     def properties(index):
-        raise RuntimeError("the NVIDIA driver is too old")
+        raise RuntimeError("the NVIDIA driver is too old\nFor debugging set a variable")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+import verified
 from commands import ROOT, python
 from families import rarely
 from masked_transformer import PLAN as ASSISTANT_PLAN
@@ -30,7 +31,7 @@ from paramp.tools.verify.activation_recorder import RankRecord
 from paramp.tools.verify.compare import compare, distance, joined, layout_name, rounding
 from paramp.tools.verify.options import Options, configure
 from paramp.tools.verify.two_runs import replay, train
-from paramp.tools.verify.user_code import choose_criterion, load_attribute, load_batches
+from paramp.tools.verify.user_code import build_model, choose_criterion, load_attribute, load_batches
 
 MSE = "torch.nn.functional:mse_loss"
 BLOCKS = Options(model="verified:blocks", plan="verified:RIGHT", batches="verified:batches", criterion=MSE)
@@ -430,6 +431,10 @@ def test_a_run_that_takes_too_long_shows_where_it_is_and_ends():
     assert len(re.findall(r'test_verify\.py", line \d+ in hangs', result.stderr)) == 2
 
 
+def test_the_model_may_be_a_module():
+    assert build_model(Options(model="verified:MODEL"), 1) is verified.MODEL
+
+
 def test_the_commands_flags_are_its_options(monkeypatch):
     seen = []
     monkeypatch.setattr(two_runs, "verify", lambda *given: seen.append(given) or 1)
@@ -438,6 +443,13 @@ def test_the_commands_flags_are_its_options(monkeypatch):
     ((given, tolerance),) = seen
     found = given.norms, given.lr, given.seq_len, given.batch_size, given.steps, given.timeout, tolerance
     assert found == ("fused", 0.5, 8, 4, 2, 9.0, 6.0)
+    layout = "--tp 2 --cp 2 --replicate 2 --fsdp 2 --sequence-parallel --pp 2 --schedule looped-bfs --stages-per-rank 3"
+    assert main(["verify", "verified:gpt", *layout.split(), "--microbatches", "4"]) == 1
+    parallel = {"tensor": 2, "context": 2, "data": {"replicate": 2, "shard": 2}, "sequence_parallel": True}
+    parallel |= {"pipeline": {"size": 2, "schedule": "looped-bfs", "stages_per_rank": 3, "microbatches": 4}}
+    assert configure(seen[1][0], "sharded").parallel == paramp.Config(parallel=parallel).parallel
+    assert main(["verify", "verified:gpt", "--dp", "2", "--zero", "1"]) == 1
+    assert configure(seen[2][0], "sharded").parallel == paramp.Config(parallel={"data": 2, "zero": 1}).parallel
     with paramp.launch_from_torch(configure(given, "single"), device="cpu") as context:
         assert context.config.seed == 3
         engine, batches, _ = two_runs.prepared(given, context, 4, 1, partial(torch.optim.SGD, lr=0.1))

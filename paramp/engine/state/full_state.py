@@ -17,7 +17,7 @@ from ..shared_failure import SharedFailure
 from .model_tensors import EXTRA_STATE, ParamChunks
 
 GATHERED_AS = {torch.int16: torch.int32} | {getattr(torch, f"uint{n}"): torch.int64 for n in (16, 32, 64)}
-"""What stands for integers that no backend gathers. int64 and back are the bits of uint64 too."""
+"""What stands for integers that gloo and NCCL do not gather. int64 and back are the bits of uint64 too."""
 
 
 def full_state_dict(params: ParamChunks, *, averages: bool = False) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def _full_tensors(params: ParamChunks, *, averages: bool = False) -> Iterator[tu
         for name, shape, dtype in described[0]:
             if rank == stage_axis.rank:
                 value = tensors[name].detach()
-                if is_dtensor(value):  # not in float8 either, which no backend gathers
+                if is_dtensor(value):  # not in float8 either, which gloo does not gather
                     value = full_tensor(value.to(dtype if value.itemsize == 1 else GATHERED_AS.get(dtype, value.dtype)))
                 value = value.reshape(shape).to(dtype).contiguous()
             else:

@@ -14,10 +14,11 @@ and pipeline parallelism.
 In modes with autocast, weights of linear and convolution layers are gathered in the compute dtype, to which autocast
 would cast them: its copies of gathered weights would stay until the backward.
 
-Five things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
+Six things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
 of the flat buffers; parameters of one unit are gathered in two dtypes; partial sums over tensor ranks are reduced in
 ``reduce_dtype`` too (pytorch #190626); a parameter that got no gradient on this rank is reduced as zeros, because other
-ranks may have one; and what a failed batch left is dropped.
+ranks may have one; gathered parameters that were trained for a trial are as frozen as their shards again; and what a
+failed batch left is dropped.
 """
 
 from __future__ import annotations
