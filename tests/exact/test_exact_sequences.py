@@ -35,11 +35,12 @@ from paramp.models import MoEGPT
 OTHERS = ("tp2", "dp2", "pp2", "fsdp2")
 EVERYTHING = [
     (f"sequences: {task}", layout, mode)
-    for task in LONG
-    for layout in (*CONTEXT_LAYOUTS, *OTHERS)
-    for mode in MODES
+    for place, task in enumerate(LONG)
+    for turn, layout in enumerate((*CONTEXT_LAYOUTS, *OTHERS), place + 2)
+    for mode in (MODES if task in ("gpt", "llama") else MODES[turn % len(MODES) :][:1])
     if not (LONG[task].plan == {} and ("tp" in layout or "pp" in layout))
 ]
+"""Two tasks in each mode on each layout, the others on each layout in one of the modes, in turn."""
 PART = [("sequences: llama, padded", "cp2", "32-true")]
 STEPS = number(2, 6)
 
