@@ -52,9 +52,10 @@ def _import_mpi(place: LauncherRank, ours: bool) -> Any:
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        why, *_ = str(error).split("\n")
         raise LaunchError(
             f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
-            f'({str(error).splitlines()[0]}); pip install "paramp[mpi]", and install an MPI library'
+            f'({why}); pip install "paramp[mpi]", and install an MPI library'
         ) from None
     return MPI
 

@@ -114,8 +114,9 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except RuntimeError as error:
-            problems.append(f"GPU {index} cannot be used: {str(error).splitlines()[0]}")
+        except Exception as error:  # of torch's own classes, some are no RuntimeError
+            why, *_ = str(error).split("\n")
+            problems.append(f"GPU {index} cannot be used: {why or type(error).__name__}")
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}], problems

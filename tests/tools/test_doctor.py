@@ -77,19 +77,27 @@ def test_the_command_prints_text_and_json_and_exits_with_0(bare, capsys):
     assert found["modes"]["32-true"] == {"runs": "natively", "why": "float32 products"}
 
 
-def test_a_gpu_that_cannot_be_used_is_a_line_of_the_report(bare, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("the NVIDIA driver is too old\nFor debugging set a variable"), "the NVIDIA driver is too old"),
+        (torch.cuda.DeferredCudaCallError(), "DeferredCudaCallError"),
+    ],
+    ids=["two_lines", "empty"],
+)
+def test_a_gpu_that_cannot_be_used_is_a_line_of_the_report(error, why, bare, monkeypatch, capsys):
     """A machine whose only GPU cannot be used counts as one without."""
 
     def properties(index):
-        raise RuntimeError("the NVIDIA driver is too old\nFor debugging set a variable")
+        raise error
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     assert main(["doctor"]) == 0
-    assert "GPU 0 cannot be used: the NVIDIA driver is too old" in capsys.readouterr().out
+    assert f"GPU 0 cannot be used: {why}" in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["device"], found["gpu_problems"]) == ("cpu", ["GPU 0 cannot be used: the NVIDIA driver is too old"])
+    assert (found["device"], found["gpu_problems"]) == ("cpu", [f"GPU 0 cannot be used: {why}"])
 
 
 def test_the_version_stands_in_one_place(capsys):
