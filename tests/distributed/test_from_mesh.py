@@ -32,6 +32,13 @@ def of_torchtitan(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1):
     return by_name({"world": 4})._unflatten(0, tuple(sizes.values()), tuple(sizes), backend_override=fake)
 
 
+def of_transformers(axes, **sizes):
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    return initialize_distributed_mesh(DistributedConfig(**sizes))[1].get_mesh(axes)
+
+
 def of_older_torchtitan():
     """Axes of size 1 are left out; others are flattened."""
     mesh = by_name({"dp_replicate": 2, "dp_shard": 2})
@@ -45,6 +52,10 @@ MESHES = {  # and the axes over which fully_shard shards
     "torchtitan-cp": (lambda: of_torchtitan(dp_shard=1, cp=2, tp=2), ("fsdp",)),
     "torchtitan-2025": (of_older_torchtitan, ("dp_replicate", "dp_shard")),
     "accelerate": (lambda: by_name({"dp_shard": 2, "tp": 2}), ("dp_shard",)),
+    "transformers": (
+        lambda: of_transformers(("pp", "dp_replicate", "fsdp", "tp"), fsdp_size=2, tp_size=2),
+        ("dp_replicate", "fsdp"),
+    ),
     "tp": (lambda: by_name({"dp": 2, "tp": 2}), ()),
 }
 
@@ -150,9 +161,13 @@ def test_experts_are_each_ranks_own_and_stages_too(world):
         dense = parameter_with(torch.full((2,), 3.0))
         assert norm_of(expert, dense) == pytest.approx(math.sqrt(2 * (1 + 4 + 9)))
         assert norm_of(parameter_with(torch.arange(4.0), context.mesh["ep"])) == pytest.approx(math.sqrt(14))
-    with paramp.ParallelContext.from_mesh(by_name({"efsdp": 2, "ep": 2})) as context:
-        gradient = torch.full((4,), 3.0 + context.mesh.get_local_rank("ep"))
-        assert norm_of(parameter_with(gradient, context.mesh["efsdp"], expert=True)) == pytest.approx(10.0)
+    for mesh in (
+        by_name({"efsdp": 2, "ep": 2}),
+        of_transformers(("pp", "dp_replicate", "efsdp", "ep"), fsdp_size=4, ep_size=2),
+    ):
+        with paramp.ParallelContext.from_mesh(mesh) as context:
+            gradient = torch.full((4,), 3.0 + context.mesh.get_local_rank("ep"))
+            assert norm_of(parameter_with(gradient, context.mesh["efsdp"], expert=True)) == pytest.approx(10.0)
     with paramp.ParallelContext.from_mesh(by_name({"tp": 2, "pipe": 2}), roles={"pipe": "pp"}) as context:
         assert norm_of(parameter_with(torch.full((1,), 3.0 + context.pp.rank))) == 5.0
         assert context.pp.rank == world.rank % 2

@@ -35,13 +35,19 @@ STOPPED = {  # case: the rank that is stopped, its name, the axis of the others'
     ),
     "plain": (1, "rank 1 (dp 1)", "dp", "in data, step 2"),
 }
-OTHERS = ["failure", "plain_failure", "leave", "later_batch", "departure", "save_alone", "left_out", "step_alone"]
+OTHERS = ["failure", "plain_failure", "leave", "later_batch", "save_alone", "left_out", "step_alone"]
+DEPARTURES = {  # and how a rank has left
+    "departure": "in order: its block or its program ended; every rank has to call it equally often, so this one had "
+    "more batches, or that one has left its loop early; give data ranks equal numbers of batches, and end the loop on "
+    "all ranks at once",
+    "early_exit": "by SystemExit(0)",
+}
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """What the ranks of each case wrote, and their exit codes; all cases run at once."""
-    cases = [*STOPPED, *OTHERS]
+    cases = [*STOPPED, *OTHERS, *DEPARTURES]
     for _ in range(3):
         folder = tmp_path_factory.mktemp("output")
         command = [PYTHON, "tests/support/scripts/ranks_that_hang.py", str(folder), *cases]
@@ -88,17 +94,15 @@ def test_a_later_batch_of_another_size_on_one_rank_ends_all_with_both_shapes(out
     assert "8" in sizes.values()
 
 
-def test_the_error_of_the_others_names_a_rank_that_left_early(output):
-    texts, codes = output["departure"]
+@pytest.mark.parametrize("case", DEPARTURES)
+def test_the_error_of_the_others_names_a_rank_that_left_early(output, case):
+    texts, codes = output[case]
     assert codes == [1, 0, 1]
-    error = (
-        "rank 1 (pp 0, dp 1, tp 0) has left after step, step 2, in order: its block or its program ended; every rank "
-        "has to call it equally often, so this one had more batches, or that one has left its loop "
-    )
+    error = f"rank 1 (pp 0, dp 1, tp 0) has left after step, step 2, {DEPARTURES[case]}"
+    calls = ("step", "evaluate", "forward_backward")
     for text in (texts[0], texts[2]):
-        lines = [line for line in text.splitlines() if line.startswith(("step: ", "evaluate: ", "forward_backward: "))]
-        starts = [line[: line.index(error)] for line in lines]
-        assert starts == ["step: ", "evaluate: ", "forward_backward: "]
+        lines = [line for line in text.splitlines() if line.startswith(tuple(f"{call}: " for call in calls))]
+        assert lines == [f"{call}: {error}" for call in calls]
     assert "".join(texts).count(f"RuntimeError: forward_backward: {error}") == 1
     assert "paramp: rank 1" not in "".join(texts)  # the error has said it
 

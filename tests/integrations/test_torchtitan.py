@@ -14,6 +14,7 @@ import torch
 from families import cases, family
 from pages import difference_of, run_code
 from pool import run_on_ranks, shared_folder
+from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_runs import spoil
 
 import paramp
@@ -79,6 +80,26 @@ def against_stock(world, layout, chunked):
         assert logged[-1]["skipped_steps"] == 0
         assert trainer.model_parts[0]._get_fsdp_state()._mp_policy.param_dtype is getattr(torch, precision)
         trainer.close()
+
+
+def test_a_context_is_made_over_its_meshes(torchtitan):
+    run_on_ranks(2, __name__, "contexts_over_its_meshes", {})
+
+
+def contexts_over_its_meshes(world):
+    titan.prepare("cpu")
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    old, new = "partial_dtensor", "full_dtensor"
+    meshes = [(old, ["fsdp"], 2), (old, ["tp"], 1), (new, ["dp_shard"], 2), (new, ["dp_shard", "tp"], 1)]
+    for backend, axes, shard in meshes:
+        sizes = {"dp_shard": shard, "tp": 2 // shard, **dict.fromkeys(("dp_replicate", "cp", "pp", "ep"), 1)}
+        mesh = ParallelDims(**sizes, world_size=2, spmd_backend=backend).get_mesh(axes)
+        with paramp.ParallelContext.from_mesh(mesh) as context:
+            assert (context.mesh.mesh_dim_names, context.dp.size, context.tp.size) == (tuple(axes), shard, 2 // shard)
+            parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)] * mesh.ndim))
+            parameter.grad = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)] * mesh.ndim)
+            assert paramp.clip_grad_norm_([parameter], 1e9).item() == pytest.approx(math.sqrt(14))
 
 
 # One case with full DTensors: torchtitan makes only one trainer in a process over the same mesh of them.

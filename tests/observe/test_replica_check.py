@@ -132,7 +132,11 @@ for mode in ("32-true", "16-naive", "bf16-true"):  # in 16-naive the shards are 
 CASES = [(parallel, config) for parallel, config, *_ in CHANGES]
 CASES = [case for index, case in enumerate(CASES) if case not in CASES[:index]]
 BY_DEFAULT = [(TP2, {}), (PP2_TP2, {}), (TP2 | {"zero": 1}, REMAINDER), (FSDP2_TP2, {}), (HSDP, NAIVE)]
-BY_DEFAULT += [({"data": 2}, {"precision": "bf16-naive"}), ({"pipeline": 2}, {"precision": "16-mixed"})]
+BY_DEFAULT += [
+    ({"data": 2}, {}),
+    ({"data": 2}, {"precision": "bf16-naive"}),
+    ({"pipeline": 2}, {"precision": "16-mixed"}),
+]
 
 
 def find_changes(world, parallel, config):

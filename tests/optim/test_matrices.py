@@ -241,15 +241,18 @@ def two_muons_and_adamw(model):
 
 
 @pytest.mark.real_sizes  # the number of buffers
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp4", "dp2 + zero1"])
-def test_a_step_exchanges_matrices_once(layout):
-    on(layout, exchange_matrices)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [*((layout, "32-true") for layout in ("tp2", "fsdp2", "fsdp4", "dp2 + zero1")), ("tp2", "16-naive")],
+)
+def test_a_step_exchanges_matrices_once(layout, mode):
+    on(layout, exchange_matrices, mode=mode)
 
 
-def exchange_matrices(world, layout):
+def exchange_matrices(world, layout, mode):
     """Three all-to-alls for each optimizer of matrices."""
     for make in (muon_and_adamw, two_muons_and_adamw):
-        context, engine = start(LAYOUTS[layout][1], make)
+        context, engine = start(LAYOUTS[layout][1], make, NAIVE if mode == "16-naive" else mode)
         with context:
             train(engine, 1)
             engine.forward_backward(*own_part(context, *next(batches(1))), return_loss=False)

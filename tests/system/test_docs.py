@@ -316,7 +316,8 @@ def test_pages_have_the_versions_of_the_project():
     project = tomllib.loads(read("pyproject.toml"))["project"]
     python, torchs = project["requires-python"].removeprefix(">="), project["dependencies"][0].removeprefix("torch>=")
     assert [re.match(r"[\w-]+", one)[0] for one in project["dependencies"]] == ["torch", "numpy", "safetensors"]
-    assert f"You need Python {python} or newer" in read("README.md")
+    for page in ("README.md", "docs/index.md", "CONTRIBUTING.md"):
+        assert f"You need Python {python} or newer" in read(page)
     assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in read("README.md")
     assert paramp.__version__ in read("CHANGELOG.md")
 

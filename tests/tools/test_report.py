@@ -266,6 +266,8 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(run_page.time, "sleep", sleep)
     pages = [path.read_text() for path in report(folder, live=5)]
     assert ["const reload = 5" in page for page in pages] == [True, False]
+    again = 'setInterval(() => document.getElementById("pause").checked || location.reload(), 1000 * reload)'
+    assert all(f"if (reload) {{\n  {again}\n}}" in page for page in pages)
     assert ["loads again every 5 s" in page for page in pages] == [True, False]
     assert ["<dd>running</dd>" in page for page in pages] == [True, False]
     seconds = []

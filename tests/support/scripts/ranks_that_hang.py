@@ -109,14 +109,14 @@ def later_batch(context):
         make_step(engine, 4 if number == 5 and context.rank == 1 else 8)
 
 
-def departure(context):
+def departure(context, leave=lambda: None):
     """Rank 1 leaves a step too early. Each other writes its errors, of which the program reports the last one alone."""
     first_failure.SECONDS_TO_READ = LONG  # on a busy machine rank 2 reads it later than a program would wait
     (engine, _), x = engine_and_layer(), torch.ones(8, 4)
     for _ in range(2):
         make_step(engine)
     if context.rank == 1:
-        return
+        return leave()
     engine.forward_backward(x, x, return_loss=False)
     for waits in (engine.step, lambda: engine.evaluate(x, x), lambda: engine.forward_backward(x, x)):
         try:
@@ -125,6 +125,11 @@ def departure(context):
             print(error, file=sys.stderr, flush=True)
             last = error
     raise last
+
+
+def early_exit(context):
+    """Rank 1 leaves a step too early, and its program ends there."""
+    departure(context, lambda: sys.exit(0))
 
 
 def save_alone(context):
@@ -181,7 +186,7 @@ def from_mesh(config, device):
 
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
 PATIENCE = {"leave": 6.0, "save_alone": 6.0}
-PATIENCE |= dict.fromkeys(("later_batch", "departure", "left_out", "step_alone"), 30.0)
+PATIENCE |= dict.fromkeys(("later_batch", "departure", "early_exit", "left_out", "step_alone"), 30.0)
 """The time-outs of cases in which no rank is silent."""
 
 
@@ -198,6 +203,8 @@ def run(case, rank, port, folder):
         with launch(config, device="cpu") as context:
             globals()[case](context)
         code = 0
+    except SystemExit as error:
+        code = error.code
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
