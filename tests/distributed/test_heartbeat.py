@@ -186,8 +186,8 @@ class Ranks:
                     ended.add(rank)
         return ended
 
-    def leave(self, rank):
-        self.all[rank].stop()
+    def leave(self, rank, error=None):
+        self.all[rank].leave(error)
         self.all[rank]._leave()
         self.left.append(rank)
 
@@ -251,6 +251,27 @@ def test_a_silent_rank_is_named_whoever_leads(start, left, silent, ended):
     assert not ranks.written
     assert ranks.seconds(12, silent) == ended
     assert all(line.startswith(f"paramp: rank {silent} has been silent for ") for line in ranks.written)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (None, set()),
+        (SystemExit(), set()),
+        (SystemExit(0), set()),
+        (SystemExit(3), {0}),
+        (SystemExit("why"), {0}),
+        (KeyboardInterrupt(), {0}),
+        (ValueError(), {0}),
+    ],
+    ids=repr,
+)
+def test_the_others_end_after_a_rank_that_failed_and_go_on_after_one_that_exits(start, error, ended):
+    ranks = start(2)
+    ranks.seconds(3)
+    ranks.leave(1, error)
+    assert (ranks.seconds(5), ranks.seconds(10)) == (set(), ended)
+    assert not ranks.written  # the rank that failed says why
 
 
 def test_a_job_in_which_every_rank_waits_in_a_batch_ends(start):
