@@ -45,6 +45,8 @@ SELECTION = [
     *(
         "tests/distributed/test_process_groups.py",
         "tests/engine/test_engine.py",
+        "tests/engine/test_model_of_this_rank.py",
+        "tests/exact/test_exact_function_mode.py",
         "tests/observe/test_overflow_diagnosis.py",
     ),
     *("tests/optim/test_compiled_step.py", "tests/optim/test_flat_weights.py", "tests/scaling/test_grad_norm.py"),
