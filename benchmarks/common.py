@@ -127,7 +127,8 @@ def watch_memory(device: torch.device) -> Iterator[Memory]:
         memory.kept = torch.cuda.memory_allocated(device) - before
         memory.peak = torch.cuda.max_memory_allocated(device) - before
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         yield memory
         gc.collect()
     for size in _allocations(profile):

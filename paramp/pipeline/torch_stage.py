@@ -173,6 +173,13 @@ class RecordedStage(PipelineStage):
         does not run this one, which is made with them.
         """
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """As torch's from 2.12 on: what 2.11 sends keeps the graph, and with it activations, until the batch ends."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        for operation in operations:
+            operation.tensor = operation.tensor.detach()
+        return operations
+
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """As torch's up to 2.14, without those with this rank itself, which torch 2.11 runs and gloo refuses."""
         return [one for one in super()._get_init_p2p_neighbors_ops() if one.group_peer != self.group_rank]

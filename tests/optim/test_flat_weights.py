@@ -13,7 +13,7 @@ from counting import Operators
 from pages import functions_of, read
 from pool import on_ranks
 from reference import assert_trained, local
-from small_engines import assert_same_tensors, each_raises, engine_of, sgd, train_step
+from small_engines import assert_same_tensors, each_raises, engine_of, run_batch, sgd, train_step
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -164,7 +164,7 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         for names in expected:  # each on a multiple of 64 elements
             places = [model.get_parameter(name).storage_offset() for name in names]
             assert not any((place - min(places)) % 64 for place in places)
-        engine.forward_backward(torch.ones(16, 7), torch.ones(16, 16))
+        run_batch(engine, torch.ones(16, 7), torch.ones(16, 16))
         gradients = [(name, model.get_parameter(name).grad) for name in trained]
         assert by_memory(gradients) == expected
         stepped = [one for group in engine.optimizer.param_groups for one in group["params"]]  # masters, or weights
@@ -206,7 +206,7 @@ def test_temporaries_of_a_step_are_blocks(mode, options):
     precision = {"mode": mode} | options
     with paramp.launch_from_torch({"precision": precision, "clip_grad_norm": 1.0}):
         engine = engine_of(nn.Linear(2**22, 1, bias=False), optimizer=adamw)
-        engine.forward_backward(torch.ones(1, 2**22), torch.ones(1, 1))
+        run_batch(engine, torch.ones(1, 2**22), torch.ones(1, 1))
         known = {one.untyped_storage().data_ptr() for one in held_by(engine)}
         with Operators() as operators:
             assert engine.step().stepped

@@ -34,9 +34,17 @@ def own_part(context: paramp.ParallelContext, *tensors: torch.Tensor) -> list[to
     return [rank_slice(tensor, context.dp.rank, context.dp.size) for tensor in tensors]
 
 
+def run_batch(engine: Any, x: torch.Tensor, y: torch.Tensor | None = None):
+    """The loss of a batch that is this rank's already, with a backward."""
+    y = x if y is None else y
+    if engine.precision.weights is torch.float64 and y.is_floating_point():
+        y = y.double()  # torch 2.11 has no backward of an `mse_loss` of two dtypes
+    return engine.forward_backward(x, y)
+
+
 def train_step(engine: Any, x: torch.Tensor, y: torch.Tensor | None = None):
     """One step on a batch that is this rank's already; its result."""
-    engine.forward_backward(x, x if y is None else y)
+    run_batch(engine, x, y)
     return engine.step()
 
 

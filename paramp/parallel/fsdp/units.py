@@ -34,7 +34,7 @@ from torch import nn
 
 from ...base.dtensor import local
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
-from ...base.torch_internals import expect, take
+from ...base.torch_internals import expect, older_than, take
 from ...base.trees import held_tensors, map_tensors
 from ...base.uncompiled import uncompiled
 from ...distributed.context import ParallelContext
@@ -45,6 +45,8 @@ from .unit_order_check import END, UnitOrder
 expect("torch._C._autograd")
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
+
+SHARDS_NO_INTEGERS = older_than("2.12")
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -402,8 +404,12 @@ def _runs_cast_layer(module: nn.Module) -> bool:
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether every rank has all of a parameter, which has no elements to shard, or no dims and is frozen."""
-    return not parameter.ndim or not parameter.numel()
+    """Whether every rank has all of a parameter, which has no elements to shard, or no dims and is frozen.
+
+    With torch 2.11 also one of integers, whose shard it would make one with a gradient.
+    """
+    is_integer = not (parameter.is_floating_point() or parameter.is_complex())
+    return not parameter.ndim or not parameter.numel() or (is_integer and SHARDS_NO_INTEGERS)
 
 
 def _gathered_dtype(precision: Precision) -> torch.dtype | None:
