@@ -239,7 +239,7 @@ INVENTORY = (
     Private(
         STAGE,
         "forward_one_chunk backward_one_chunk backward_weight_one_chunk backward_maybe_with_nosync get_fwd_send_ops",
-        "observing a pipeline's stages, their backward in two halves, and what they keep of outputs",
+        "observing a pipeline's stages, their backward in two halves, and sends that keep no graph",
     ),
     Private(STAGE, "_get_init_p2p_neighbors_ops", "stages of one rank that are neighbours", until="2.14"),
     Private(

@@ -42,7 +42,7 @@ MESHES = (
     ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
 )
 """The axes over which torchtitan lays parameters: with its backend ``partial_dtensor``, and with the others."""
-WORKS_WITH = "0.3.0 and the main branch of August 2026"
+WORKS_WITH = "0.3.0 and the main branch of 21 August 2026"
 """The versions of torchtitan that have all names below, with the meaning they have here."""
 IN_PACKAGE = (
     *("trainer.Trainer.Config", "trainer.Trainer.train_step", "trainer.Trainer.close"),

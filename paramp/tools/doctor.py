@@ -114,7 +114,7 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
     for index in range(torch.cuda.device_count()):
         try:
             found = torch.cuda.get_device_properties(index)
-        except Exception as error:  # of torch's own classes, some are no RuntimeError
+        except Exception as error:  # DeferredCudaCallError, for one, is no RuntimeError
             why, *_ = str(error).split("\n")
             problems.append(f"GPU {index} cannot be used: {why or type(error).__name__}")
             continue

@@ -33,6 +33,7 @@ def of_torchtitan(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1):
 
 
 def of_transformers(axes, **sizes):
+    """Its own."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
 

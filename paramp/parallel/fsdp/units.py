@@ -46,7 +46,7 @@ expect("torch._C._autograd")
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 
-SHARDS_NO_INTEGERS = older_than("2.12")
+SHARDS_FLOATS_ALONE = older_than("2.12")
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -406,10 +406,11 @@ def _runs_cast_layer(module: nn.Module) -> bool:
 def _is_whole(parameter: nn.Parameter) -> bool:
     """Whether every rank has all of a parameter, which has no elements to shard, or no dims and is frozen.
 
-    With torch 2.11 also one of integers, whose shard it would make one with a gradient.
+    With torch 2.11 also one of integers or complex numbers: it makes shards that require gradients, which integers
+    cannot, and gathers complex numbers in the dtype of the unit.
     """
-    is_integer = not (parameter.is_floating_point() or parameter.is_complex())
-    return not parameter.ndim or not parameter.numel() or (is_integer and SHARDS_NO_INTEGERS)
+    is_unusual = SHARDS_FLOATS_ALONE and not parameter.is_floating_point()
+    return not parameter.ndim or not parameter.numel() or is_unusual
 
 
 def _gathered_dtype(precision: Precision) -> torch.dtype | None:

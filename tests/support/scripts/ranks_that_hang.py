@@ -204,7 +204,7 @@ def run(case, rank, port, folder):
             globals()[case](context)
         code = 0
     except SystemExit as error:
-        code = error.code
+        code = int(bool(error.code))
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
