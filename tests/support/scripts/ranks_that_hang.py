@@ -187,7 +187,8 @@ def from_mesh(config, device):
 LAYOUTS = {"forward": PIPELINE, "backward": PIPELINE, "host": PIPELINE, "later_batch": PIPELINE}
 PATIENCE = {"leave": 6.0, "save_alone": 6.0}
 PATIENCE |= dict.fromkeys(("later_batch", "departure", "early_exit", "left_out", "step_alone"), 30.0)
-"""The time-outs of cases in which no rank is silent."""
+PATIENCE |= dict.fromkeys(("forward", "backward", "step", "checkpoint", "host"), 15.0)
+"""The time-outs of cases in which ranks train, which on a busy machine takes long on the clock too."""
 
 
 def run(case, rank, port, folder):
