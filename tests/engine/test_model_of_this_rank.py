@@ -6,8 +6,10 @@ from pool import on_ranks, shared_folder
 from reference import whole
 from small_engines import engine_of, train_step
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import paramp
+from paramp.base.torch_internals import older_than
 
 DTYPES = (torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float64)
 LAYOUTS = {"dp2": {"data": 2}, "zero1": {"data": 2, "zero": 1}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
@@ -59,6 +61,9 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout, m
         if world.rank:  # the copy of another stage
             model[2].weight.data.zero_()
         engine = engine_of(model, plan={"[02]": "colwise_gather"})
+        if layout == "fsdp2":
+            unusual = [one for one in engine.module.parameters() if not one.is_floating_point()]
+            assert {isinstance(one, DTensor) for one in unusual} == {not older_than("2.12")}  # docs/versions.md
         folder = shared_folder()
         for loaded in (False, True):
             if loaded:
