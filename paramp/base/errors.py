@@ -57,6 +57,12 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
+def first_line(value: object) -> str:
+    """The first line of ``value``, an error or a text, for a message; the name of its class if it is empty."""
+    lines = str(value).strip().splitlines()
+    return lines[0] if lines else type(value).__name__
+
+
 def shown(value: object) -> str:
     """A user's value for a message: its ``repr`` through :func:`one_line`."""
     try:

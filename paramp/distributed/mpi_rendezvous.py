@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
-from ..base.errors import LaunchError
+from ..base.errors import LaunchError, first_line
 from .launcher_variables import LauncherRank
 from .network_interfaces import own_hosts
 from .rendezvous import PASSWORD, find_store, host_store
@@ -27,7 +27,7 @@ def meet_by_mpi(place: LauncherRank, host: str | None, port: int | None) -> tupl
     if world.size != place.world_size:
         raise LaunchError(
             f"launch: mpirun started {place.world_size} processes, but mpi4py sees {world.size}: it uses another MPI, "
-            f"{mpi.Get_library_version().splitlines()[0]!r}; start with the mpirun of that MPI"
+            f"{first_line(mpi.Get_library_version())!r}; start with the mpirun of that MPI"
         )
     machine = world.Split_type(mpi.COMM_TYPE_SHARED)
     one_machine = world.allreduce(machine.size, mpi.MIN) == world.size
@@ -52,10 +52,9 @@ def _import_mpi(place: LauncherRank, ours: bool) -> Any:
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        why, *_ = str(error).split("\n")
         raise LaunchError(
             f"launch: mpirun started {place.world_size} processes, but mpi4py cannot be used "
-            f'({why}); pip install "paramp[mpi]", and install an MPI library'
+            f'({first_line(error)}); pip install "paramp[mpi]", and install an MPI library'
         ) from None
     return MPI
 

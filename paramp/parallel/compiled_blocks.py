@@ -29,7 +29,7 @@ from torch import nn
 from ..base.collectives import gather_different
 from ..base.compilers import why_not_inductor
 from ..base.dtensor import LOCAL_SHARDS, is_dtensor
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, first_line
 from ..base.module_surgery import PassThrough
 from ..base.torch_internals import take
 from ..base.wrapped_models import is_unit
@@ -232,7 +232,7 @@ class _Reports:
             ] or graph_break.user_stack
             where = frames[-1] if frames else None
             place = "" if where is None else f" at {where.filename}:{where.lineno}, in {where.name}"
-            reason = graph_break.reason.strip().split("\n")[0]
+            reason = first_line(graph_break.reason)
             what = f"the graph of {name!r}, a {type(block).__name__}, breaks{place}: {reason}"
             self.warn((place, reason), what)
         return result

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.compilers import why_not_inductor
-from ..base.errors import LaunchError
+from ..base.errors import LaunchError, first_line
 from ..base.installed_packages import find_apex, find_torchao, find_transformer_engine, installed_version
 from ..distributed.launcher_variables import find_place
 from ..precision.capabilities import NATIVE_BF16, NATIVE_FLOAT8, has_bf16_on_cpu, has_native_fp16
@@ -115,8 +115,7 @@ def _devices() -> tuple[list[dict[str, Any]], list[str]]:
         try:
             found = torch.cuda.get_device_properties(index)
         except Exception as error:  # DeferredCudaCallError, for one, is no RuntimeError
-            why, *_ = str(error).split("\n")
-            problems.append(f"GPU {index} cannot be used: {why or type(error).__name__}")
+            problems.append(f"GPU {index} cannot be used: {first_line(error)}")
             continue
         devices.append({"kind": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}"})
     return [*devices, {"kind": "cpu", "name": _cpu_name(), "capability": None}], problems

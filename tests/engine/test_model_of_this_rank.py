@@ -78,13 +78,12 @@ def test_views_and_rare_dtypes_start_as_the_first_rank_has_them(world, layout, m
                     if mode != NAIVE or wide is not torch.float64:
                         assert torch.equal(whole(value.to(wide)), expected[name].to(wide)), (name, loaded)
             assert values.keys() == expected.keys()
-        for layer in engine.module.children():
-            if isinstance(layer, Odd):
-                layer.expanded.mul_(2.0)  # each element has memory of its own now
+        odd = [layer for layer in engine.module.children() if isinstance(layer, Odd)]  # of this stage
+        for layer in odd:
+            layer.expanded.mul_(2.0)  # each element has memory of its own now
         assert train_step(engine, torch.ones(2, 4, 8), torch.ones(2, 4, 4)).stepped
-        for layer in engine.module.children():
-            if isinstance(layer, Odd):
-                assert torch.equal(whole(layer.read), expected["0.frozen torch_complex64"])
+        for layer in odd:
+            assert torch.equal(whole(layer.read), expected["0.frozen torch_complex64"])
 
 
 @on_ranks(2)

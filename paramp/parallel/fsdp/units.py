@@ -47,6 +47,7 @@ expect("torch._C._autograd")
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 
 SHARDS_FLOATS_ALONE = older_than("2.12")
+"""``fully_shard`` cannot shard frozen integers, and loses the imaginary parts of frozen complex parameters."""
 
 CAST_LAYERS = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
