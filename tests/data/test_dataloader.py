@@ -370,16 +370,25 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     assert epoch(resumed) == expected[2]
 
 
-def test_another_number_of_data_ranks_resumes_after_the_same_samples():
-    def read(loaders):
-        return sorted(flat(batch for loader in loaders for batch in epoch(loader, 2)))
+@pytest.mark.parametrize(("size", "other"), [(4, 2), (2, 4), (1, 2), (2, 1)])
+@pytest.mark.parametrize("name", [name for name in RESUMED if "itself" not in name])
+def test_another_number_of_data_ranks_resumes_after_the_same_samples(name, size, other):
+    def read(loaders, count):
+        return sorted(flat(batch for loader in loaders for batch in epoch(loader, count)))
 
-    order = flat(epoch(resumable("shuffled")[0]))
-    before, after = resumable("shuffled", 4), resumable("shuffled", 2)
-    assert read(before) == sorted(order[:16])
+    order, given = flat(epoch(resumable(name)[0])), 8
+    before, after = resumable(name, size), resumable(name, other)
+    assert read(before, given // 2 // size) == sorted(order[:given])
     for loader in after:
         loader.load_state_dict(before[0].state_dict())
-    assert read(after) == sorted(order[16:])
+    assert read(after, 1) == sorted(order[given : given + 2 * other])
+    assert read(after, None) == sorted(order)  # the next epoch
+
+
+def test_another_number_of_data_ranks_that_does_not_divide_what_was_read_warns():
+    before = resumable("shuffled", 4)
+    for loader in before:
+        epoch(loader, 2)
     with pytest.warns(UserWarning, match="had read 16 samples of its epoch, not a multiple of the 10"):
         resumable("shuffled", 2, batch_size=5)[0].load_state_dict(before[0].state_dict())
 

@@ -16,7 +16,7 @@ import train
 from commands import PYTHON, ROOT, python, succeeded
 from families import cases, family
 from pool import on_ranks, shared_folder
-from small_engines import engine_of, sgd, train_step
+from small_engines import engine_of, everywhere, sgd, train_step
 from torch import nn
 from train_app.settings import Job, TrainConfig
 from victims import TINY, Run
@@ -124,9 +124,9 @@ def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at):
     """Two epochs of six batches on each rank, of which none is read twice and none is left out."""
     samples = list(zip(torch.arange(24.0)[:, None], torch.zeros(24, 1), strict=True))
 
-    def start():
+    def start(**options):
         loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
-        return paramp.initialize(nn.Linear(1, 1), sgd, nn.functional.mse_loss, loader)[:2]
+        return paramp.initialize(nn.Linear(1, 1), sgd, nn.functional.mse_loss, loader, **options)[:2]
 
     def read(loader):
         for epoch in range(loader.epoch, 2):
@@ -145,6 +145,14 @@ def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at):
         whole = list(read(start()[1]))
         assert len(whole) == 12
         assert before + list(read(loader)) == whole
+    expected = everywhere(whole[stopped_at:])
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):  # one data rank, which reads what is left of both
+        engine, loader = start(plan={})
+        engine.load(folder / "saved")
+        left = list(read(loader))
+        for epoch in (0, 1):
+            both = [number for rank in expected for place, numbers in rank if place == epoch for number in numbers]
+            assert sorted(both) == sorted(number for place, numbers in left if place == epoch for number in numbers)
 
 
 STEPS = 20

@@ -105,8 +105,11 @@ def ended(accelerator):
 def train(accelerator, kind):
     adopt(accelerator)
     model, optimizer, loader = prepared(accelerator, kind)
-    losses, norms = [], []
-    for rows in loader:
+    losses, norms, lengths = [], [], []
+    inside = model.norm if kind == "own" else model.model.layers[0].mlp
+    for number, rows in enumerate(loader):
+        if number == 1:  # the first batch is tried out whole and cut
+            inside.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
         buffers = {"buffers": [*rows.values()], "buffer_seq_dims": [1] * len(rows)}
         with accelerator.accumulate(model), accelerator.maybe_context_parallel(**buffers):
             loss = loss_of(kind, model, rows)
@@ -120,6 +123,7 @@ def train(accelerator, kind):
         torch.testing.assert_close(accelerator.reduce(loss.detach(), "mean"), everyone.mean())
         (own,) = [rank for rank in range(len(everyone)) if rank == accelerator.process_index]
         assert everyone[own] == everyone[own ^ 1], "the ranks of one sequence have its loss"
+    assert set(lengths) == {LENGTH // accelerator.parallelism_config.cp_size}
     return losses, norms, {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
 
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -360,14 +361,24 @@ def test_fp16_weights_are_refused_for_training(tmp_path, alone):
         train(trainer)
 
 
+ADAPTORS = [f"{one}_layerwise" for one in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")]
+EARLY = ["lomo", "adalomo", *ADAPTORS]
+"""Optimizers that step during the backward."""
+
+
+def test_all_optimizers_that_step_during_the_backward_are_known():
+    from transformers.training_args import OptimizerNames
+
+    assert {one.value for one in OptimizerNames if re.search("lomo|layerwise", one.value)} == set(EARLY)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        *(("optim", name, f"optim='{name}', which steps during the backward") for name in EARLY),
         ("deepspeed", {"zero_optimization": {"stage": 2}}, "deepspeed, which scales, clips and steps by itself"),
         ("fsdp_plugin_args", {"fsdp_version": 1}, "version 1.*version"),
         ("n_gpu", 2, "nn.DataParallel on 2 GPUs.*torchrun"),
-        ("optim", "adalomo", "optim='adalomo', which steps during the backward"),
-        ("optim", "galore_adamw_layerwise", "optim='galore_adamw_layerwise', which steps during the backward"),
         ("device", torch.device("meta"), "device: got 'meta'"),
         ("parallelism_config", mock.Mock(cp_size=2), r"cp_size over 1.*accelerate\.adopt"),
         ("distributed_config", mock.Mock(pp_size=2), r"DistributedConfig\(pp_size"),

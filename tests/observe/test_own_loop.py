@@ -462,7 +462,11 @@ def test_each_call_leaves_text_in_the_store(world):
         loss(batches(1)[0]).backward()
         check, count = partial(paramp.check_replicas, model), partial(paramp.gradient_histogram, model)
         trace = partial(paramp.trace_overflow, model, loss, batches(1), scale=1.0)
-        for call in (lambda: None, check, check, count, count, trace, trace):
+
+        def watch():
+            paramp.start_heartbeat(60.0).stop()
+
+        for call in (lambda: None, check, check, count, count, trace, trace, watch, watch):
             call()
             if call is count:
                 loss(batches(1)[0]).backward()

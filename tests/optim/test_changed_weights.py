@@ -308,20 +308,21 @@ def test_layouts_compare_only_after_changes_and_follow_them(world):
                     assert local(one.detach() - before[name]).abs().max() < 0.01, (layout, name)
 
 
+@pytest.mark.parametrize("finder", [0, 1])
 @on_ranks(2)
-def test_what_one_rank_has_found_every_rank_follows(world):
+def test_what_one_rank_has_found_every_rank_follows(world, finder):
     """Replicas would differ otherwise: here of the norm's weight, which no sample of this step sees."""
     with paramp.launch_from_torch(HALF | LAYOUTS["tensor"]):
         engine = engine_on("tensor")
         step_on(engine)
         linear, norm = engine.module
-        if world.rank == 0:
+        if world.rank == finder:
             linear.weight.to_local().data.fill_(0.25)
         for value in (0.375, -0.25):  # in the first step, and in those after it
             norm.weight.data[0] = value  # of a row that the step does not sample
             with warned() as found:
                 step_on(engine)
-            of_rank = "'0.weight'" if world.rank == 0 else "a weight of another rank"
+            of_rank = "'0.weight'" if world.rank == finder else "a weight of another rank"
             assert found == ([of_rank] if value > 0 else [])
             assert abs(engine.full_state_dict()["1.weight"][0].item() - value) < 0.01
         assert engine.check_replicas() == []

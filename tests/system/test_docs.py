@@ -320,6 +320,8 @@ def test_pages_have_the_versions_of_the_project():
         assert f"You need Python {python} or newer" in read(page)
     assert f"The core needs torch ({torchs} or newer), numpy and safetensors" in read("README.md")
     assert paramp.__version__ in read("CHANGELOG.md")
+    (pinned,) = re.findall(r"^torch==(\d+\.\d+)\.", read("constraints.txt"), re.MULTILINE)
+    assert f"with the torch that `constraints.txt` pins, {pinned}." in read("docs/tested.md")
 
 
 @family
