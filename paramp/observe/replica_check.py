@@ -331,8 +331,8 @@ class Replicas:
                 continue
             for tensor in each.tensors():
                 for axis in each.group.axes:  # in turn, from the first rank along it
-                    tied = each.tie is not None and axis in stage_axes
-                    broadcast_(tensor, each.tie.group if each.tie and tied else self._context.group_along(axis))
+                    group = each.tie.group if each.tie and axis in stage_axes else self._context.group_along(axis)
+                    broadcast_(tensor, group)
         if self._weights is not None:
             self._weights.write_back()
 

@@ -12,6 +12,7 @@ from reference import batches, local, small_gpt
 from small_engines import engine_of, own_part
 
 import paramp
+from paramp.base import loop_block_sizes
 from paramp.observe import replica_check
 from paramp.observe.bit_hash import hash_bits
 
@@ -57,7 +58,8 @@ def weight_of(engine, ending):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16])
 def test_a_hash_changes_with_every_single_bit(dtype):
-    tensor = torch.arange(13).to(dtype)
+    tensor = torch.arange(299).to(dtype)
+    assert tensor.nbytes > 5 * loop_block_sizes.HASHED_WORDS["cpu"]  # bytes, of which a word has four
     expected = hash_bits(tensor)
     assert expected == hash_bits(tensor.clone())
     octets = tensor.view(torch.uint8)

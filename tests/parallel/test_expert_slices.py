@@ -73,7 +73,7 @@ LAYOUTS = {
 
 
 @family
-@pytest.mark.parametrize("layout", cases("expert slices", [*LAYOUTS], ["ep2·tp2"], 1))
+@pytest.mark.parametrize("layout", cases("expert slices", [*LAYOUTS], ["ep2·tp2", "ep2·tp2 + zero1"], 1))
 @on_ranks(4)
 def test_a_stack_of_ones_own_has_the_gradients_and_the_norm_of_one_process(world, layout):
     """Of weights, biases, routers and inputs, in fp64; and each rank has its part only."""

@@ -116,10 +116,9 @@ class AccuracyHook(BaseHook):
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
         super().__init__(priority)
         self.accuracy_func = accuracy_func
-        self._counts = [0.0, 0.0]  # correct, all
 
     def before_test_epoch(self, trainer: Any) -> None:
-        self._counts = [0.0, 0.0]
+        self._counts = [0.0, 0.0]  # correct, all
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if output is not None and trainer.engine.context.tensor_axis.rank == 0:  # once for each data rank
