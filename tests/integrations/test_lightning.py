@@ -140,6 +140,10 @@ def test_what_lightning_refuses_or_trains_wrongly(world):
         with pytest.raises(ValueError, match=r"`ModelParallelStrategy` does not support .*16-mixed"):
             lightning().Trainer(precision="16-mixed", strategy=model_parallel(1, 2), devices=2, **QUIET)
         lightning().Trainer(plugins=plugin, strategy=model_parallel(1, 2), devices=2, **QUIET)
+        for name in ("FSDP", "XLA"):
+            with pytest.raises(TypeError, match=f"The {name} strategy can only work with the `{name}Precision` plugin"):
+                getattr(lightning().strategies, f"{name}Strategy").precision_plugin.fset(mock.Mock(), plugin)
+        lightning().strategies.DeepSpeedStrategy.precision_plugin.fset(mock.Mock(), plugin)  # takes it
         for precision, expected in (
             ({"precision": "16-true"}, 1.0),
             ({"plugins": TrainerPrecision(TRUE)}, 0.99),

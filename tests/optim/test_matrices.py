@@ -243,7 +243,11 @@ def two_muons_and_adamw(model):
 @pytest.mark.real_sizes  # the number of buffers
 @pytest.mark.parametrize(
     ("layout", "mode"),
-    [*((layout, "32-true") for layout in ("tp2", "fsdp2", "fsdp4", "dp2 + zero1")), ("tp2", "16-naive")],
+    [
+        *((layout, "32-true") for layout in ("tp2", "fsdp2", "fsdp4", "dp2 + zero1")),
+        ("tp2", "16-naive"),
+        ("tp2", "bf16-true"),
+    ],
 )
 def test_a_step_exchanges_matrices_once(layout, mode):
     on(layout, exchange_matrices, mode=mode)
@@ -264,7 +268,7 @@ def exchange_matrices(world, layout, mode):
                 continue
             # The gradient and the weight to the owner, and the weight back: a rank keeps what it owns itself.
             hidden = [one for name, one in engine.named_parameters() if name.startswith("blocks.") and one.ndim == 2]
-            shards = sum(4 * one.numel() for one in hidden) / world.size
+            shards = sum((2 if mode == "bf16-true" else 4) * one.numel() for one in hidden) / world.size
             given = [args[1].numel() for args in within.all_to_alls]
             kept = [args[3][world.rank] for args in within.all_to_alls]
             expected = 3 * (world.size - 1) / world.size * shards

@@ -261,6 +261,9 @@ def test_a_bias_chooses_and_does_not_weigh():
     assert not (index == 3).any()
     expected = plain.gather(1, index)
     torch.testing.assert_close(weights, expected / expected.sum(1, keepdim=True))
+    bias = torch.tensor([0.1, 0.0, 0.0, -0.1])
+    router.counts.bias.copy_(bias)
+    assert torch.equal(router(x)[0], (plain + bias).topk(index.shape[1]).indices)
 
 
 def test_without_an_engine_each_call_counts_alone():

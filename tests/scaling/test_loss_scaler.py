@@ -282,8 +282,10 @@ def test_mixed_plain_and_sharded_gradients_on_several_meshes(world):
             weight.grad = torch.full_like(weight, 8.0)
         if world.rank == culprit:
             local(weights[where].grad)[-1] = BAD[where]
-        scaler.unscale_(optimizer)
-        attempt(scaler, optimizer)
+        with Collectives() as collectives:
+            scaler.unscale_(optimizer)
+            attempt(scaler, optimizer)
+        assert (collectives.counts, collectives.elements) == ({"allreduce": 1}, [1])
         assert all(local(weight).eq(1).all() for weight in weights)
         assert everywhere(scaler.get_scale()) == [4.0] * 4
 

@@ -33,6 +33,7 @@ def test_a_loop_writes_metrics_of_its_own(tmp_path):
     assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 3
     with Metrics(tmp_path / "none", enabled=False) as metrics:
         metrics.write(1, loss=0.5)
+        metrics.record(1, TIMELINE)
     assert not (tmp_path / "none").exists()
 
 
@@ -46,6 +47,7 @@ REPORT = OverflowReport(
 )
 HISTOGRAM = GradientHistogram({-25: 1.0, 3: 2.0}, 1.0, 0.0, 8.5, 8.0, torch.float16)
 DRIFT = Difference("weight", "a", (1,), (0,), "the weight of 'a' on rank 1 differs from rank 0", ())
+TIMELINE = Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]])
 
 
 def events(folder):
@@ -57,7 +59,7 @@ def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
         metrics.record(1, HISTOGRAM)
         metrics.record(1, REPORT)
         metrics.record(2, [])
-        metrics.record(2, Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]]))
+        metrics.record(2, TIMELINE)
         metrics.write(3, loss=1.0)
         metrics.record(3, [])
     launch, histogram, overflow, replicas, trace, _, end = events(tmp_path)
