@@ -88,7 +88,13 @@ class TrainerPrecision(LightningPrecision):
         super()._store(module, parameter, dtype)
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Called by the strategy when the optimizers are made."""
+        """Called by the strategy when the optimizers are made. Raises ConfigError for DeepSpeed's."""
+        strategy = type(getattr(getattr(model, "_trainer", None), "strategy", None))
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
+            raise ConfigError(
+                "TrainerPrecision: strategy: got DeepSpeedStrategy, which scales, clips and steps by itself; use "
+                "ModelParallelStrategy or DDPStrategy, or Lightning's own precision"
+            )
         self._has_scaled = False  # in an earlier fit
         for wrapped in optimizers:
             optimizer = _bare(wrapped)

@@ -268,6 +268,10 @@ def test_what_the_plugin_refuses(world):
     with pytest.raises(paramp.ConfigError, match=r"itself was sharded with parameters in torch\.float16"):
         TrainerPrecision("16-naive").convert_module(model)
 
+    deepspeed = type("DeepSpeedStrategy", (lightning().strategies.SingleDeviceStrategy,), {})  # the package is missing
+    with pytest.raises(paramp.ConfigError, match="got DeepSpeedStrategy, which scales, clips and steps by itself"):
+        fit(trained_module()(), None, deepspeed("cpu"), 1, plugin=TrainerPrecision("16-mixed"))
+
     class Wrong(trained_module()):
         automatic_optimization = False
 
