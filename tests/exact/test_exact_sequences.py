@@ -246,21 +246,32 @@ class Dropping(nn.LayerNorm):
         return F.dropout(super().forward(x), 0.5)
 
 
+class Attending(nn.LayerNorm):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*[super().forward(x).unsqueeze(1)] * 3).squeeze(1)
+
+
+INSIDE = {
+    "convolution": lambda: nn.Conv1d(8, 8, 1),
+    "recurrent": lambda: nn.GRU(8, 8),
+    "dropout inside": lambda: Dropping(8),
+    "attention inside": lambda: Attending(8),
+}
+
+
 class Block(nn.Module):
     """Tokens to logits; ``kind`` names what no slices are computed of."""
 
     def __init__(self, kind):
         super().__init__()
         self.kind, self.table, self.head = kind, nn.Embedding(100, 8), nn.Linear(8, 100)
-        self.inside = nn.Conv1d(8, 8, 1) if kind == "convolution" else nn.LayerNorm(8)
-        if kind == "dropout inside":
-            self.inside = Dropping(8)
+        self.inside = INSIDE.get(kind, lambda: nn.LayerNorm(8))()
         if kind == "parameter":
             self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, tokens):
         x = self.table(tokens)
-        if self.kind == "dropout inside" or (self.kind == "some tokens" and int(tokens[0, 0])):
+        if self.kind.endswith(" inside") or (self.kind == "some tokens" and int(tokens[0, 0])):
             return self.head(self.inside(x))
         if self.kind == "other weight":
             return F.linear(x, self.table.weight)
@@ -277,12 +288,14 @@ class Block(nn.Module):
 
 REFUSED = {
     "convolution": "'0.inside', a Conv1d, mixes tokens",
+    "recurrent": "'0.inside', a GRU, mixes tokens",
     "parameter": "'0', a Block, has parameters beside modules",
     "other weight": r"linear in '0' got a parameter of another module",
     "mean": "mean in '0' got tokens whose number differs",
     "product": "matmul in '0' got tokens whose number differs",
     "channels": "dropout in '0' got a tensor .* whose whole channels are dropped",
     "dropout inside": "dropout in '0.inside', which computes one slice of the sequence at a time",
+    "attention inside": "attention in '0.inside', which computes one slice of the sequence at a time",
     "no tokens": r"'0', a Linear, got \(1, 8\), expected one tensor",
 }
 

@@ -312,14 +312,17 @@ def test_stock_trainer_ignores_fp16_on_a_cpu_and_takes_infinite_gradients(tmp_pa
             assert log_of(logs, "loss")[:OVERFLOWS] == exact
         assert not all(parameter.isfinite().all() for parameter in trainer.model.parameters())
         forget()
-    trainer = one_process(host, tmp_path)
+    trainer, seen = one_process(host, tmp_path), set()
+    trainer.model.lm_head.register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
     check_training(trainer, train(trainer))
+    assert seen == {torch.float16}
 
 
 def test_the_schedule_does_not_advance_on_a_skipped_step(tmp_path, alone):
     """Accelerate takes the call of a fused optimizer, the default here, for a step. The reference counts by hand."""
     stock, host = hosts()
     trainer = one_process(stock, tmp_path, optim="adamw_torch_fused")
+    assert type(trainer.args).optim == "adamw_torch_fused"  # the class has the default
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     trainer.accelerator.native_amp = True
     train(trainer)
