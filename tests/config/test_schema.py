@@ -114,6 +114,8 @@ def test_norms_of_a_mode_are_computed_as_the_rest_but_under_autocast():
     assert all(row.norms is (torch.float32 if row.autocast else row.compute) for row in PRESETS.values())
     starts = {name: row.scaling.init_scale for name, row in PRESETS.items() if row.scaling is not None}
     assert starts == dict.fromkeys(starts, 2.0**16) | {"O3": 1}
+    intervals = {name: PRESETS[name].scaling.growth_interval for name in starts}
+    assert intervals == dict.fromkeys(starts, 2000) | {"16-naive": 1000}
     assert scaling(PRESETS["O3"], *LIMITS) == (1, 1, 1)
 
 
@@ -233,6 +235,7 @@ ODD = [
     ({"precision": "x" * 3000}, r"precision: got 'x{199}\.\.\. \(3002 characters\), expected one of 32-true, "),
     ({"seed": 10**5000}, r"seed: got a value of the type int \(.*digits.*\), expected a signed 64"),
     ({"seed": 2**63}, r"seed: got 9223372036854775808, expected a signed 64-bit integer"),
+    ({"gradient_accumulation": 2**63}, r"gradient_accumulation: got 9223372036854775808, expected a signed 64-bit"),
     ({"clip_grad_norm": 10**400}, r"clip_grad_norm: got 10+\.\.\. \(401 characters\), expected a number or None"),
     ({"parallel": {"tensor": {"mode": np.zeros(2)}}}, r"tensor\.mode: got array\(\[0., 0.\]\), expected '1d'"),
     ({"seed": torch.zeros(2, 2)}, r"seed: got tensor\(\[\[0., 0.\], \[0., 0.\]\]\), expected an integer"),

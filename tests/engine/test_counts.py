@@ -40,6 +40,8 @@ class Weighted:
     def __call__(self, output, target):
         if self.fails:
             raise ArithmeticError("the loss is broken")
+        if output.ndim == 3:  # of equal tokens
+            output = output.mean(1)
         squares, weights = (output - target[:, :-1]).square().mean(1), target[:, -1]
         total, count = (squares * weights.to(squares.dtype)).sum(), weights.sum()
         if self.mean:
@@ -227,12 +229,14 @@ def units(windows, **config):
                 engine.zero_grad()
                 continue
             for number, weight in enumerate(weights, 1):
-                engine.forward_backward(*samples([1.0 if weight is None else weight] * 4))
+                x, y = samples([1.0 if weight is None else weight] * 4)
+                engine.forward_backward(x[:, None].repeat(1, 4, 1) if context.cp.size > 1 else x, y)
                 if number < len(weights):
                     engine.step()
             norms = [nn.utils.get_total_norm(gradients) for gradients in (one, [p.grad for p in engine.parameters()])]
             factor = math.nan if criterion.mean else sum(weights) * engine.scaler.get_scale()
-            unit = float(norms[0] / norms[1]) * factor / (len(weights) * context.dp.size)
+            # Gradients are averaged over data ranks, and a context rank has half of the tokens.
+            unit = float(norms[0] / norms[1]) * factor / (len(weights) * context.batch_axis.size)
             found.append((unit, engine.step().stepped))
             engine.zero_grad()
     return found
@@ -268,12 +272,13 @@ def test_where_every_layout_has_the_same_bits_the_first_sample_alone_chooses_the
     assert_same_tensors(*found)
 
 
+@pytest.mark.parametrize("axis", ["data", "context"])
 @on_ranks(2)
-def test_the_first_windows_of_counts_after_means_have_the_unit_of_the_last_counts(world):
+def test_the_first_windows_of_counts_after_means_have_the_unit_of_the_last_counts(world, axis):
     """In one or two windows; then data ranks agree on one. Sums that overflow by it skip the step."""
     precision = {"mode": "16-naive", "init_scale": 2.0**10, "hysteresis": 1}
     weights = [None, 3.0, 48.0, 0.75, None, 48.0, 3.0, None, None, HUGE, HUGE]
-    found = units([(weight,) for weight in weights], parallel={"data": 2}, precision=precision)
+    found = units([(weight,) for weight in weights], parallel={axis: 2}, precision=precision)
     # The units of counts of 12, 192 and 3 are 16, 256 and 4; that of the step that overflows, 16, is not to be seen.
     expected = [math.nan, 1.0, 16.0, 4.0, math.nan, 256.0, 256.0, *[math.nan] * 3, 2.0**19]
     assert [unit for unit, _ in found] == pytest.approx(expected, rel=0.01, nan_ok=True)

@@ -247,16 +247,17 @@ def test_on_a_gpu_a_finding_counts_from_the_next_step_on():
         assert changes.due
 
 
+@pytest.mark.parametrize("rows", [slice(1, WIDTH), slice(UNSEEN // WIDTH, UNSEEN // WIDTH + 1)])
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf")])
-def test_a_remainder_is_not_joined_with_the_weight_of_another(value):
+def test_a_remainder_is_not_joined_with_the_weight_of_another(value, rows):
     """A zero with a negative remainder would be NaN in bfloat16; each step compares, so it needs no announcement."""
     with paramp.launch_from_torch({"precision": "bf16-naive", "masters": "remainder"}):
         engine = linear()
         step(engine)
-        engine.module.weight.data[1:] = value
+        engine.module.weight.data[rows] = value
         step(engine)
-        expected = torch.full((WIDTH - 1, WIDTH), value - RATE)
-        torch.testing.assert_close(engine.full_state_dict()["weight"][1:], expected, rtol=2.0**-8, atol=1e-7)
+        found = engine.full_state_dict()["weight"][rows]
+        torch.testing.assert_close(found, torch.full_like(found, value - RATE), rtol=2.0**-8, atol=1e-7)
 
 
 LAYOUTS = {

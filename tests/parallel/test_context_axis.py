@@ -791,13 +791,13 @@ def test_positions_are_on_the_device_that_is_asked_for(world):
 class Hidden(nn.Module):
     """Tokens with embedded positions, layers, and what is behind a gate."""
 
-    def __init__(self, positions, table=0.02, head=0.1):
+    def __init__(self, positions, table=0.02, head=0.1, mean=0.0):
         super().__init__()
         self.positions = positions
         self.tokens, self.places = nn.Embedding(100, 16), nn.Embedding(LENGTH, 16)
         self.block = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
         self.gate, self.head = nn.Parameter(torch.zeros(1)), nn.Linear(16, 100)
-        nn.init.normal_(self.places.weight, std=table)
+        nn.init.normal_(self.places.weight, mean, std=table)
         nn.init.normal_(self.head.weight, std=head)
         nn.init.constant_(self.head.bias, -0.0)
 
@@ -818,6 +818,7 @@ class Gated(Hidden):
 
 VACUOUS = {
     "a table of zeros": lambda: Hidden(torch.arange, table=0.0),
+    "a table of ones": lambda: Hidden(torch.arange, table=0.0, mean=1.0),
     "a head of zeros": lambda: Hidden(torch.arange, table=0.2, head=0.0),
     "a gate of zero": lambda: Gated(token_positions),
 }

@@ -15,8 +15,10 @@ from pool import on_ranks
 from reference import local, small_gpt
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import paramp
 from paramp.models import GPT
@@ -26,6 +28,7 @@ FSDP2 = {"data": {"shard": 2}}
 SMALL = 2.0**-9
 """1 + 2**-9 is 1.001953125 in fp32 and 1.0 in bf16."""
 FP16_WITHOUT_SCALE = {"mode": "16-naive", "init_scale": 1.0}
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def bias_gradient(context, reduce_dtype, parts, precision="bf16-naive"):
@@ -63,6 +66,18 @@ def test_gradients_are_summed_in_reduce_dtype_over_every_axis(world):
         assert bias_gradient(context, "float32", smaller, FP16_WITHOUT_SCALE) == 1 + SMALL / 8
 
 
+@on_ranks(4)
+def test_fsdp2_alone_sums_over_the_tensor_axis_in_the_dtype_of_the_parameters(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for parts, expected in (([1.0, SMALL, 0.0, 0.0], 1.0), ([1.0, 0.0, SMALL, 0.0], 1 + SMALL)):  # over tp, over dp
+        norm = parallelize_module(nn.LayerNorm(4), mesh["tp"], SequenceParallel())
+        fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)
+        output = norm(torch.randn(1, 1, 4)).to_local()  # of a sequence of two positions, one on each tensor rank
+        (output[..., 0].sum() * parts[world.rank] * 2).backward()  # gradients are averaged over dp
+        assert norm.bias.grad.full_tensor()[0].item() == expected
+
+
 @on_ranks(2)
 def test_autocast_makes_no_copies_of_gathered_weights(world):
     """It would keep them until the backward. Weights are gathered as it would cast them, others in fp32."""
@@ -81,9 +96,6 @@ def test_autocast_makes_no_copies_of_gathered_weights(world):
     assert gathered == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.bfloat16)}
     assert copies == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.float32)}
     assert_same_tensors(weights, expected)  # each rank's gradient is rounded to bf16, their sum is not
-
-
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
