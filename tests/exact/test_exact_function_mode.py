@@ -237,7 +237,11 @@ def test_attention_has_torchs_values(kind, groups, cast):
         plain = run(nullcontext(), attend(kind, mask, 0.0, groups), inputs, gradient)
         for dropout in (0.0, 1e-12):  # makes its own mask, which keeps everything
             function = attend(kind, mask, dropout, groups)
-            found = run(mode_for(model=model), lambda *values: model(function, *values), inputs, gradient)  # noqa: B023
+            with Operators() as operators:
+                found = run(mode_for(model=model), lambda *values: model(function, *values), inputs, gradient)  # noqa: B023
+            calls = [(one.name(), got) for one, got in operators.calls if "backward" not in one.name()]
+            heads = [got[0].shape[1] for name, got in calls if "scaled_dot_product" in name]
+            assert heads == ([] if dropout else [8 // groups] * groups)  # one call for each key/value head
             torch.testing.assert_close(found, plain, rtol=3e-2 if cast else 1e-5, atol=3e-2 if cast else 1e-5)
 
 

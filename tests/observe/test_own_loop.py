@@ -260,6 +260,8 @@ def find_copies(world, kind):
         optimizer, scaler = torch.optim.AdamW(model.parameters()), paramp.DistributedGradScaler()
         loss_of(model)(batches(1)[0]).backward()
         optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 1 + world.rank  # a setting, which is not compared
+        model.requires_grad_(world.size > 2)  # frozen weights are, on two ranks
         state = [value for one in optimizer.state.values() for value in one.values()]
         with unchanged([*model.parameters(), *(parameter.grad for parameter in model.parameters()), *state]):
             assert paramp.check_replicas(model, optimizer, scaler) == []

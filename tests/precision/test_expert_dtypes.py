@@ -166,6 +166,9 @@ def test_grouped_products_are_those_of_one_expert_at_a_time_and_rows_of_none_are
         expected = grouped(x, weights, gradient, one_by_one, mode)
         x[ENDS[-1] :] = gradient[ENDS[-1] :] = float("nan")
         output, of_x, of_weights = grouped(x, weights, gradient, product, mode)
+        for rows, columns in ((28, 24), (32, 20)) if product is by_group else ():
+            with pytest.raises(RuntimeError, match="multiple of 16 bytes"):  # no sizes but multiples of 8
+                grouped(x[:, :rows], weights[:, :rows, :columns].contiguous(), gradient, product, mode)
     assert output.dtype is PRESETS[mode].compute
     assert torch.equal(output[: ENDS[-1]], expected[0])
     assert torch.equal(of_x[: ENDS[-1]], expected[1][: ENDS[-1]])

@@ -144,7 +144,7 @@ class Residual(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.norm, self.dropout = nn.LayerNorm(32), nn.Dropout(0.1)
+        self.norm, self.dropout = (nn.RMSNorm if kind == "RMSNorm" else nn.LayerNorm)(32), nn.Dropout(0.1)
         self.up, self.down, self.inner = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32)
         self.other = self.inner if kind == "shared module" else nn.Linear(32, 32)
         if kind == "shared parameter":
@@ -259,7 +259,7 @@ GEMMA2 = partial(
 GPT2_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.1)
 SMALL = partial(gpt, num_layers=2, width=32)
 SMALL_SCALES = {"16-mixed": 2.0**21, "16-naive": 2.0**18}
-KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer")
+KINDS = ("plain", "unused", "frozen", "shared module", "shared parameter", "called twice", "changing buffer", "RMSNorm")
 TRANSFORMERS_MIXTURES: tuple[tuple[str, str, Any], ...] = (
     ("Mixtral", "grouped_mm", None),
     ("Qwen3-MoE", "eager", {}),
