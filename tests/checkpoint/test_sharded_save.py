@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from beside_plain import seeded
 from pool import on_ranks, shared_folder
 from reference import batches
 from small_engines import assert_same_tensors, each_raises, engine_of, gpt_engine, train_step
@@ -98,6 +99,18 @@ def test_late_copies_to_the_host_have_been_made_when_they_are_written():
         (staged,) = Saver(SimpleNamespace(device=device))._stage([whole_chunk("weight", values)])
         written = staged.slices[0].values.tolist()
     assert written == values.tolist()
+
+
+@on_ranks(2)
+def test_the_slices_that_a_rank_has_of_one_tensor_are_copied_apart(world):
+    """Three of one size, of a layer whose outputs are q, k and v."""
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        folder = shared_folder()
+        models = [nn.Sequential(seeded(nn.Linear, 6, 12, seed=seed)) for seed in (0, 1)]
+        first, other = (engine_of(model, plan={"0": "packed_colwise_3"}) for model in models)
+        first.save(folder / "saved", wait=False)
+        other.load(folder / "saved")
+        assert_same_tensors(other.full_state_dict(), first.full_state_dict())
 
 
 def test_a_save_waits_for_the_one_before(tmp_path):

@@ -166,6 +166,16 @@ def test_a_skipped_step_leaves_every_bit():
             assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
 
 
+def test_a_step_without_anything_to_count_leaves_them():
+    with paramp.launch_from_torch(config()):
+        engine = engine_of(nn.Linear(2, 2), lambda output, counted: ((output * counted).sum(), counted.sum()))
+        assert train_step(engine, torch.ones(1, 2), torch.ones(1, 2)).stepped
+        before = engine.ema.full_state_dict()
+        assert not train_step(engine, torch.ones(1, 2), torch.zeros(1, 2)).stepped
+        assert all(torch.equal(value, before[name]) for name, value in engine.ema.full_state_dict().items())
+        assert not torch.equal(before["weight"], engine.full_state_dict()["weight"])
+
+
 @on_ranks(2)
 def test_replicas_of_it_are_compared(world):
     with paramp.launch_from_torch(config()):
