@@ -109,6 +109,7 @@ def test_the_slices_that_a_rank_has_of_one_tensor_are_copied_apart(world):
         models = [nn.Sequential(seeded(nn.Linear, 6, 12, seed=seed)) for seed in (0, 1)]
         first, other = (engine_of(model, plan={"0": "packed_colwise_3"}) for model in models)
         first.save(folder / "saved", wait=False)
+        first.finish_saving()
         other.load(folder / "saved")
         assert_same_tensors(other.full_state_dict(), first.full_state_dict())
 
