@@ -728,6 +728,10 @@ def test_each_scale_loss_sends_one_flag_and_nothing_else_is_sent(world, level):
     for broken in (False, True):
         first, second = (model(torch.ones(2, 4)).sum() for model in models)
         weight = models[0].weight if broken and world.rank == 1 else None
+        for delay in ("delay_unscale", "delay_overflow_check"):
+            with Collectives() as delayed:
+                learn(models[0], optimizers[0], **{delay: True})
+            assert not delayed.counts
         for number, (loss, of, spoiled) in enumerate(((first, optimizers[:1], weight), (second, optimizers, None))):
             with Collectives() as inside:
                 backward(loss, of, spoiled, loss_id=number)

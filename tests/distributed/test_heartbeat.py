@@ -459,7 +459,9 @@ def test_the_engine_reports_its_phases(tmp_path):
     x = torch.ones(2, 2)
     with paramp.launch_from_torch({}) as context:
         context.heartbeat = alone()
-        engine = engine_of(torch.nn.Linear(2, 2))
+        engine, rest = engine_of(torch.nn.Linear(2, 2)), []
+        mean_loss = engine._window.mean_loss  # for which ranks wait after the backward
+        engine._window.mean_loss = lambda: rest.append(context.heartbeat._beat().record.waiting) or mean_loss()
         for call, kinds in (
             (lambda: train_step(engine, x), ["batch", "forward", "loss", "backward", "step"]),
             (lambda: engine.evaluate(x, x), ["evaluation", "forward"]),
@@ -468,6 +470,7 @@ def test_the_engine_reports_its_phases(tmp_path):
             with mock.patch.object(context.heartbeat, "span", side_effect=context.heartbeat.span) as span:
                 call()
             assert [one.args[0] for one in span.call_args_list][: len(kinds)] == kinds
+        assert rest == [True]  # behind the backward it is in the batch still
 
 
 def test_only_the_first_second_batch_without_a_step_waits_for_the_other_ranks():

@@ -60,6 +60,12 @@ def check_dtypes(name, model, call, backward):
     assert torch.get_default_dtype() is FP32
 
 
+def check_stock(name, model, output):
+    """What :data:`FABRIC` says, of stock Fabric's ``model``; on CPUs it has no ``16-mixed``."""
+    weights, compute, made = FABRIC[name]
+    assert (model.linear.weight.dtype, model.seen, output.dtype) == (weights, (compute, made, compute), FP32)
+
+
 @pytest.mark.parametrize("name", FABRIC)
 def test_the_engine_computes_as_fabric_does(name):
     with paramp.launch_from_torch({"precision": name}):
@@ -203,12 +209,16 @@ def test_the_plugin_computes_as_fabric_does(world):
             torch.manual_seed(0)
             with quiet():
                 model = setup(name)
-            model(torch.ones(2, 4)).square().mean().backward()
+            output = model(torch.ones(2, 4))
+            output.square().mean().backward()
             gradients.append(model.linear.weight.grad)
             if name == "32-true":
                 with pytest.raises(RuntimeError, match="same dtype"):
                     model(torch.ones(2, 4, dtype=FP64))
         torch.testing.assert_close(*gradients)
+        check_stock(name, model, output)
+    model = fabric(precision="bf16-mixed").setup(Recorder())
+    check_stock("bf16-mixed", model, model(torch.ones(2, 4)))
     for mode in (SCALED, "bf16-mixed"):
         _, _, model, _ = alone(mode, Recorder())
         with pytest.raises(RuntimeError, match=r"requires you to call `fabric\.backward"):

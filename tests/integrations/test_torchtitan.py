@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -148,6 +149,12 @@ def one_overflow(world, layout, backend, precision):
     (logged,) = titan.train(trainer, 1)
     assert logged["skipped_steps"] == 1
     assert not all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    for weight in trainer.model_parts[0].parameters():
+        weight.detach().fill_(math.nan)
+    knows_no_loss = layout == "pp" and world.rank == 0
+    with nullcontext() if knows_no_loss else pytest.raises(RuntimeError, match="Loss is not finite"):
+        titan.train(trainer, 1)
+    assert trainer.num_skipped == 2
     trainer.close()
 
 

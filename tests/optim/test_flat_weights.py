@@ -193,19 +193,20 @@ def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monke
 
 @pytest.mark.real_sizes
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("mode", "options", "make"),
     [
-        *((mode, {}) for mode in ("32-true", "64-true", "bf16-naive", "bf16-true")),
-        ("16-naive", {"init_scale": 4.0}),
-        ("bf16-true", {"rounding": "stochastic"}),
+        *((mode, {}, adamw) for mode in ("32-true", "64-true", "bf16-naive", "bf16-true")),
+        ("16-naive", {"init_scale": 4.0}, adamw),
+        ("bf16-true", {"rounding": "stochastic"}, adamw),
+        *((mode, {}, make) for mode in ("32-true", "bf16-true") for make in (torch.optim.Adam, sgd)),
     ],
 )
-def test_temporaries_of_a_step_are_blocks(mode, options):
+def test_temporaries_of_a_step_are_blocks(mode, options, make):
     """Of up to 4 MiB on a CPU; those of fp32 on a GPU are of up to 256 MiB, as computed."""
     assert 4 * loop_block_sizes.STEP_BLOCK["cuda"] == 256 * 2**20
     precision = {"mode": mode} | options
     with paramp.launch_from_torch({"precision": precision, "clip_grad_norm": 1.0}):
-        engine = engine_of(nn.Linear(2**22, 1, bias=False), optimizer=adamw)
+        engine = engine_of(nn.Linear(2**22, 1, bias=False), optimizer=make)
         run_batch(engine, torch.ones(1, 2**22), torch.ones(1, 1))
         known = {one.untyped_storage().data_ptr() for one in held_by(engine)}
         with Operators() as operators:

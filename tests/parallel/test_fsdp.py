@@ -117,7 +117,7 @@ class Chain(nn.Module):
 @on_ranks(2)
 def test_blocks_are_gathered_one_after_another_and_freed(world, kept, calls):
     """By ``forward_backward``, or by ``engine(x)`` and ``engine.backward(loss)``."""
-    names, forward, backward = [f"blocks.{index}" for index in range(4)], [], []
+    names, forward, backward, reduced = [f"blocks.{index}" for index in range(4)], [], [], []
     with paramp.launch_from_torch(sharded(reshard_after_forward=not kept)):
         model = Chain()
         engine = engine_of(model)
@@ -125,12 +125,14 @@ def test_blocks_are_gathered_one_after_another_and_freed(world, kept, calls):
         def see(module, inputs, output, index):
             forward.append(gathered_now(engine))
             output.register_hook(lambda _: backward.append((index, gathered_now(engine))))
+            output.register_hook(lambda _: reduced.append(collectives.counts["reduce_scatter"]))
 
         for index, one in enumerate(model.blocks):
             one[0].register_forward_hook(functools.partial(see, index=index))
         for _ in range(4):  # the first batches are compared between ranks
             forward.clear()
             backward.clear()
+            reduced.clear()
             with Collectives() as collectives:
                 if calls:
                     engine.backward(engine.criterion(engine(X), Y))
@@ -140,6 +142,7 @@ def test_blocks_are_gathered_one_after_another_and_freed(world, kept, calls):
             engine.step()
             engine.zero_grad()
         assert collectives.counts["allgather"] == 5 + (5 if calls else 0 if kept else 4)
+        assert reduced == [0, 1, 2, 3]  # the gradients of a block before the backward of the next
         if kept:
             assert forward == [{"", *names[: index + 1]} for index in range(4)]
         else:

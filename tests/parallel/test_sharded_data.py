@@ -43,7 +43,9 @@ def bias_gradient(context, reduce_dtype, parts, precision="bf16-naive"):
     engine = engine_of(model, lambda output, target: (output * target).sum(), plan=plan)
     target = torch.zeros(1, 2, 4)  # of the sequence each tensor rank has one position
     target[0, :, 0] = torch.tensor(parts[context.batch_axis.rank]) * context.batch_axis.size  # losses are averaged
-    engine.forward_backward(torch.randn(1, 2, 4), target)
+    with Collectives() as collectives:
+        engine.forward_backward(torch.randn(1, 2, 4), target, return_loss=False)
+    assert collectives.counts["allreduce"] == 2 + 1  # over tensor ranks of weight and bias; of the unit of counts
     gradient = dict(engine.named_parameters())["1.bias"].grad.full_tensor()
     assert not gradient[1:].any()
     return gradient[0].item()
