@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import math
 import re
 import threading
 from unittest import mock
@@ -18,6 +19,8 @@ import paramp
 from paramp.distributed import first_failure, heartbeat
 from paramp.distributed.first_failure import Departures, ending_in_time
 from paramp.distributed.heartbeat import Beat, Heartbeat, LivenessMonitor
+from paramp.distributed.launch_from_torch_mpi_slurm import _make_heartbeat
+from paramp.distributed.launcher_variables import LauncherRank
 from paramp.distributed.phase_of_rank import SETUP, ProgressRecord
 
 # ----------------------------------------------------------------------------- ranks of their own, on a shared clock
@@ -450,6 +453,9 @@ def test_the_defaults_are_those_of_the_page():
     config = paramp.Config()
     assert (config.hang_timeout, config.hang_end_after, first_failure.LONGEST_WAIT) == (300.0, 4, 30 * 60.0)
     assert inspect.signature(paramp.start_heartbeat).parameters["end_after"].default == 4  # of a user's own loop
+    place = LauncherRank("torchrun", rank=0, world_size=2, local_rank=0)
+    for end_after, longest in ((None, math.inf), (3, 900.0)):
+        assert _make_heartbeat(paramp.Config(hang_end_after=end_after), HashStore(), place)._longest_wait == longest
     assert first_failure.SECONDS_OF_GRACE == 5.0
     assert (alone(config.hang_timeout)._interval, alone(2.0)._interval) == (1.0, 0.4)
     assert distributed_c10d.default_pg_timeout.total_seconds() == 30 * 60.0  # gloo's

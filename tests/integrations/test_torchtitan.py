@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
+from typing import get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -201,7 +202,9 @@ def a_checkpoint_without_a_scale_is_loaded(world):
 
 
 def test_what_does_not_fit_is_refused(torchtitan):
+    """torchtitan itself has no fp16."""
     config = titan.tiny_config()
+    assert get_args(get_type_hints(type(config.training))["mixed_precision_param"]) == ("bfloat16", "float32")
     with pytest.raises(ConfigError, match="precision: got 'fp16', expected one of float16"):
         adopt(config, precision="fp16")
     for other in (config.training, adopt(config)):

@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,6 +19,7 @@ import train
 from commands import ROOT
 from pages import read
 from pool import on_ranks, shared_folder
+from train_app import batch_reader
 from train_app.reporter import Reporter, announce_end, check_tensorboard, memory_bytes
 from train_app.settings import Job, TrainConfig
 
@@ -96,8 +98,10 @@ def test_a_run_ends_with_the_command_for_its_page(monkeypatch, tmp_path):
 
 @on_ranks(2)
 def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_ranks(world):
-    """By a clock that only its readers move: an evaluation takes it 1000 s further, and 3 reads are 3 s."""
+    """By a clock that only its readers move, 1 s each; a batch takes it 100 s further on the second rank, an evaluation
+    1000 s."""
     now, evaluate, folder = [0.0], train.held_out_loss, shared_folder() / "log"
+    read_batch = batch_reader.training_windows
 
     def read_clock():
         now[0] += 1.0
@@ -107,23 +111,34 @@ def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_
         now[0] += 1000.0
         return evaluate(*given)
 
+    def read_slowly(*given):
+        now[0] += 100.0 * world.rank
+        return read_batch(*given)
+
     job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=4, steps=2, log_dir=str(folder))
     job = replace(job, eval_every=1, eval_sequences=2, peak_tflops=2.0)
     flops = GPT(replace(PRESETS["tiny"], num_layers=1, max_seq_len=8)).flops_per_token(8)
     clock = mock.patch.object(time, "perf_counter", read_clock)
     slow = mock.patch.object(train, "held_out_loss", evaluate_slowly)
-    with paramp.launch_from_torch({}) as context, clock, slow:
+    waiting = mock.patch.object(batch_reader, "training_windows", read_slowly)
+    with paramp.launch_from_torch({}) as context, clock, slow, waiting:
         assert train.train(context, Job(train=job, model={"num_layers": 1})) == 0
     if world.rank > 0:  # the first rank writes
         return
     for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         assert record["mfu"] == pytest.approx(flops * record["tokens_per_second"] / (2 * 2e12))
-        assert record["step_seconds"] < 1000.0 < record["val_seconds"]
+        assert record["step_seconds"] < 100.0 < record["data_seconds"] < 110.0  # of the second rank
+        assert record["val_seconds"] > 1000.0
         assert record["tokens_per_second"] == pytest.approx(4 * 8 / record["step_seconds"])
 
 
 def test_memory_bytes_is_the_peak_of_this_process():
-    assert 10 * 2**20 < memory_bytes(torch.device("cpu")) < 2**40
+    """A GPU's is that of its allocator."""
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    torch.ones(2**24)  # which is freed at once
+    assert before + 2**26 <= memory_bytes(torch.device("cpu")) < 2**40
+    with mock.patch.object(torch.cuda, "max_memory_allocated", {torch.device("cuda", 1): 7}.get):
+        assert memory_bytes(torch.device("cuda", 1)) == 7
 
 
 def test_tensorboard_gets_every_finite_scalar(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -359,6 +360,8 @@ FLAGS_OF_MEGATRONS_PAGE = {
     },
     "--tp 2 --sequence-parallel": {"parallel": {"tensor": 2, "sequence_parallel": True}},
     "--zero 1": {"parallel": {"zero": 1}},
+    "--ep 2": {"parallel": {"expert": 2}},
+    "--cp 2": {"parallel": {"context": 2}},
     "--fsdp 4": {"parallel": {"data": {"shard": 4}}},
     "--precision 16-naive": {"precision": "16-naive"},
     "--precision bf16-naive": {"precision": "bf16-naive"},
@@ -378,6 +381,14 @@ def test_flags_beside_those_of_megatron_give_the_configuration_between_them(flag
     expected = load(merge(DEFAULTS, FLAGS_OF_MEGATRONS_PAGE[flags]))
     assert own == expected
     assert own != configure([])[0]
+
+
+def test_settings_in_place_of_what_only_megatron_has_are_taken():
+    table = read("docs/from-megatron.md").partition("## What is not there")[2]
+    names = {"N": 2, "dataclasses": dataclasses, "paramp": paramp}
+    found = [load(eval(f"dict({text})", names)) for text in re.findall(r"`(\w+=[^`]+)`", table)]
+    assert found[:2] == [load(FLAGS_OF_MEGATRONS_PAGE[flags]) for flags in ("--ep 2", "--cp 2")]
+    assert [config.precision.log_num_zeros for config in found[2:]] == [True]
 
 
 def test_the_index_lists_every_page_and_the_reference_every_public_name():
