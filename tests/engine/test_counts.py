@@ -297,24 +297,34 @@ def test_counts_after_a_first_window_that_failed_have_a_unit_of_their_own(world)
     assert [unit for unit, _ in found] == pytest.approx([256.0], rel=0.01)
 
 
+class NameOfCpu(str):
+    """The CPU, by a name that a unit of counts takes for a GPU."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize("axis", ["data", "context"])
 @on_ranks(2)
-def test_data_ranks_exchange_two_numbers_in_windows_that_may_have_counts(world):
-    """In the first backward of each window; with means only in that of the first. A step sends the same."""
-    steps = []
-    for mean, expected in ((False, [[2], []] * 3), (True, [[2], *[[]] * 5])):
-        with paramp.launch_from_torch({"parallel": {"data": 2}, "gradient_accumulation": 2}):
-            criterion = Weighted()
-            criterion.mean = mean
-            engine, (x, y), sent = engine_of(two_layers(), criterion), samples([3.0] * 4), []
+def test_data_ranks_exchange_two_numbers_in_windows_that_may_have_counts(world, axis):
+    """In the first backward of each window; with means only in that of the first, or on a GPU of the first two. A step
+    sends the same. So do context ranks, which also gather outputs, and try the first batch."""
+    steps, (x, y) = [], randn(2, 4, 8, 4)
+    counts, means, late_means = [[2], []] * 3, [[2], *[[]] * 5], [[2], [], [2], *[[]] * 3]
+    for mean, on_gpu, expected in ((False, False, counts), (True, False, means), (True, True, late_means)):
+        with paramp.launch_from_torch({"parallel": {axis: 2}, "gradient_accumulation": 2}):
+            criterion = F.mse_loss if mean else lambda output, y: (F.mse_loss(output, y, reduction="sum"), y.numel())
+            engine, sent = engine_of(two_layers(), criterion), []
+            if on_gpu:
+                engine._losses.unit._device = NameOfCpu("cpu")
             for _ in range(6):
                 for call in (functools.partial(engine.forward_backward, x, y, return_loss=False), engine.step):
                     with Collectives() as collectives:
                         call()
-                    sent.append(collectives.elements)
-                    assert collectives.counts.total() == len(collectives.elements)
+                    sent.append([number for number in collectives.elements if axis == "data" or sent or number == 2])
+                    assert axis == "context" or collectives.counts.total() == len(collectives.elements)
         assert sent[::2] == expected
         steps.append(sent[1::2])
-    assert steps[0] == steps[1]
+    assert steps[0] == steps[1] == steps[2]
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes

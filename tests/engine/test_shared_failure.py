@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from beside_plain import randn, seeded
 from commands import torchrun
 from families import cases, family
-from pool import on_ranks, shared_folder
+from pool import on_ranks, run_on_ranks, shared_folder
 from reference import assert_trained
 from small_engines import engine_of, own_part, sgd
 from torch import nn
@@ -136,15 +136,19 @@ def check_weights(engine, *windows, num_layers=2):
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev")
 LAYOUTS = {"dp2": {"data": 2}, "dp2-zero1": {"data": 2, "zero": 1}}
 LAYOUTS |= {name: {"pipeline": {"size": 2, "schedule": name, "microbatches": 4}} for name in SCHEDULES}
+LAYOUTS["pp2-dp2"] = LAYOUTS["1f1b"] | {"data": 2}
 PART = ["dp2-zero1", "zbv"]
 PARTS = {"forward": "layer", "backward": "backward", "weight": "backward", "criterion": "loss"}
 
 
 @family
 @pytest.mark.parametrize("layout", cases("a failing batch", LAYOUTS, PART, 1))
-@on_ranks(2)
-def test_a_batch_that_fails_on_one_rank(world, layout):
+def test_a_batch_that_fails_on_one_rank(layout):
     """The second of a window of two, of any layer; a backward of a pipeline in its second microbatch."""
+    run_on_ranks(4 if layout == "pp2-dp2" else 2, __name__, "fail_on_one_rank", {"layout": layout})
+
+
+def fail_on_one_rank(world, layout):
     with started(LAYOUTS[layout], num_layers=4, gradient_accumulation=2) as (context, engine, told):
         pipeline = context.config.parallel.pipeline
         pipelined = pipeline.size > 1
@@ -155,7 +159,8 @@ def test_a_batch_that_fails_on_one_rank(world, layout):
         for index, what in itertools.product(range(4), PARTS):
             if what == "criterion" and index < 3:
                 continue
-            rank = pipeline.rank_of(index * pipeline.num_stages // 4) if pipelined else index % 2
+            rank = pipeline.rank_of(index * pipeline.num_stages // 4) if pipelined else 0
+            rank = rank * context.dp.size + index % context.dp.size
             expected = (RuntimeError, ValueError), rf"the {PARTS[what]} is broken; on rank {rank} \(pp"
             if world.rank == rank:
                 error = expected[0] if pipelined else ArithmeticError
@@ -169,7 +174,7 @@ def test_a_batch_that_fails_on_one_rank(world, layout):
             if PARTS[what] != "backward":
                 with told.failing(*expected):
                     engine.evaluate(*own_part(context, *batch(4)))
-            if pipelined and what == "forward":
+            if pipelined and what == "forward" and context.dp.size == 1:
                 engine.eval()
                 with told.failing(*expected):
                     engine(batch(4)[0])

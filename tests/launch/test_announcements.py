@@ -85,4 +85,4 @@ def test_the_largest_numbers_of_all_ranks_take_one_all_reduce(world):
         record = {"memory_bytes": 10 + world.rank, "data_seconds": 2.0 - world.rank}
         assert agree(run, record, SimpleNamespace(received=None)) == (0, False)
     assert record == {"memory_bytes": 11, "data_seconds": 2.0}
-    assert collectives.counts == {"allreduce": 1}
+    assert (collectives.counts, collectives.elements) == ({"allreduce": 1}, [4])

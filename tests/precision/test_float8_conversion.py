@@ -610,11 +610,12 @@ def test_transformer_engines_layers_get_a_multiple_of_16_tokens(stand_in, shape)
         torch.testing.assert_close(value, expected)
 
 
-def test_activation_checkpointing_on_transformer_engine_is_refused(stand_in):
+@pytest.mark.parametrize("how", ["full", "selective", 2])
+def test_activation_checkpointing_on_transformer_engine_is_refused(stand_in, how):
     """Its scales are delayed, so that a block that runs again would round its operands otherwise."""
-    message = r"activation_checkpointing: got 'full', expected 'none', because .*'fp8-mixed'"
+    message = rf"activation_checkpointing: got {how!r}, expected 'none', because .*'fp8-mixed'"
     with (
-        paramp.launch_from_torch({"precision": "transformer-engine", "activation_checkpointing": "full"}),
+        paramp.launch_from_torch({"precision": "transformer-engine", "activation_checkpointing": how}),
         pytest.raises(ConfigError, match=message),
     ):
         gpt_engine()

@@ -13,6 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_any_torch_from_the_oldest_tested_one_on_fits():
     assert f"torch>={OLDEST}" in PROJECT["dependencies"]
+    assert f"installs beside any torch from {OLDEST} on." in torch_versions.PAGE.read_text()
 
 
 def test_only_the_version_of_torch_is_replaced():
