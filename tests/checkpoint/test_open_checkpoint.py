@@ -1,8 +1,10 @@
 """Checkpoints that are replaced while they are read."""
 
+import errno
 import os
 import resource
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from pool import on_ranks, shared_folder
@@ -42,6 +44,10 @@ def test_between_its_two_renames_the_old_one_is_read_and_stays_there(tmp_path):
         path.rename(tmp_path / "step-00000001.replaced")
         assert checkpoints_in(tmp_path) == [(1, path)]
         assert value_at(path) == value_at(tmp_path / "latest") == 1.0
+        full = mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        with full, pytest.raises(CheckpointError, match="No space left"):
+            filled_engine(2.0).save(path)
+        assert value_at(path) == 1.0
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001.replaced"]
         filled_engine(2.0).save(path)
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
