@@ -6,6 +6,7 @@ The references are plain torch loops over the same samples in one process.
 import contextlib
 import io
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -162,6 +163,10 @@ def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
         fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=str(folder), epoch=7))
     assert last == metrics[2:]
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+    (others / "epoch10").mkdir(exist_ok=True)
+    trainer = mock.Mock()
+    hooks.LoadCheckpointHook(str(others)).before_train(trainer)
+    assert (trainer.engine.load.call_args.args, trainer.cur_epoch) == ((others / "epoch10",), 11)
 
 
 @on_ranks(2)

@@ -87,11 +87,12 @@ def test_streams_differ_over_pp_and_dp_and_over_tp_only_for_shards(world):
     assert len(set(sharded)) == 16  # eight ranks, two microbatches
 
 
+@pytest.mark.parametrize(("axis", "plan"), [("tensor", {"0": "sequence"}), ("context", {})])
 @on_ranks(2)
-def test_a_module_on_slices_of_the_sequence_draws_other_numbers_on_each_rank(world):
-    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        engine = engine_of(nn.Sequential(Draws()), plan={"0": "sequence"})
-        engine.forward_backward(torch.ones(2, 2, 1), torch.ones(2, 2, 1))
+def test_a_module_on_slices_of_the_sequence_draws_other_numbers_on_each_rank(world, axis, plan):
+    with paramp.launch_from_torch({"parallel": {axis: 2}}):
+        engine = engine_of(nn.Sequential(Draws()), plan=plan)
+        engine.forward_backward(torch.ones(2, 4, 1), torch.ones(2, 4, 1))
         (unit,) = engine.module.children()
         first, second = everywhere(unit.drawn[-1])
     assert not {*first} & {*second}
