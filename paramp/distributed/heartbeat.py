@@ -91,8 +91,7 @@ class Heartbeat:
         self._name_of: Callable[[int], str] = "rank {}".format
         self._tracker = PhaseTracker()
         self._monitor = LivenessMonitor(timeout)
-        self._number = 0  # of this rank's last beat
-        self._num_answers = 0  # of the store; the second thread checks that it grows
+        self._number = 0  # of this rank's last beat; the second thread checks that it grows
         self._leader = 0
         self._beats: dict[int, Beat] = {}
         self._left: set[int] = set()
@@ -191,7 +190,6 @@ class Heartbeat:
         """One round: write this rank's beat, read the others', handle silent ranks and failure reports."""
         self._send_beat()
         report = self._read()
-        self._num_answers += 1
         now = self._clock()
         self._monitor.update(self._beats, now)
         if report:
@@ -242,12 +240,12 @@ class Heartbeat:
 
     def _watch_store(self) -> None:
         """The second thread: end the process if the first one has waited for the store for the time-out."""
-        num_answers, waited, before = -1, 0.0, self._clock()
+        number, waited, before = 0, 0.0, self._clock()
         while not self._stopped.wait(self._interval):
             now = self._clock()
             gap, before = min(now - before, self._timeout / 2), now
-            waited = waited + gap if num_answers == self._num_answers else 0.0
-            num_answers = self._num_answers
+            waited = waited + gap if number == self._number else 0.0
+            number = self._number
             if waited > self._timeout and 0 not in self._left:  # a store on rank 0 may end after rank 0 has left
                 self._end(self._describe_silent_store(waited))
 
@@ -257,7 +255,6 @@ class Heartbeat:
             self._end(str(report["reason"]))
         self._failed_since = now if self._failed_since is None else self._failed_since
         if now - self._failed_since > SECONDS_OF_GRACE:
-            self.ending = True
             end_process()
 
     def _describe_silent_store(self, seconds: float) -> str:

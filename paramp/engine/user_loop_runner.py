@@ -212,6 +212,7 @@ class LoopRunner(BatchRunner):
             ConfigError: the batch does not divide into microbatches.
         """
         assert self.pipeline is not None
+        self._failure.begin_batch()
         batch = Batch.called_with(args, kwargs)
         self._check_same(False, batch)
         microbatches = batch.split(self.num_microbatches)
@@ -221,7 +222,6 @@ class LoopRunner(BatchRunner):
             outputs.append(map_tensors(full_tensor, self.criterion.joined(output, microbatch)))
             return no_loss(output, microbatch)
 
-        self._failure.begin_batch()
         output, failure = None, None
         with self._context.phase("evaluation"), self._computing(), self._stages.running(backward=False):
             try:

@@ -73,6 +73,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         assert torchs_load.called
         other.save(folder / "last", wait=False)
     assert problems(folder / "last") == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paramp-save")]
 
 
 class AsOnAGPU(TorchDispatchMode):

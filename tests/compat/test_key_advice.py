@@ -142,7 +142,7 @@ MEANT = [
 """Settings that differ from the defaults; and configurations with one foreign key or value that mean them."""
 TEXTS = {
     "leave it out: that is the default": "fp16=False bf16=False tp=0 zero=0 zero=dict(stage=0) fsdp=False amp=None "
-    "ddp=True gradient_checkpointing=False strategy='auto' distributed_type='NO' transformer_impl='local' "
+    "cp=1 ep=1 ddp=True gradient_checkpointing=False strategy='auto' distributed_type='NO' transformer_impl='local' "
     "compile.enable=False "
     "activation_checkpoint.mode='none' activation_checkpointing.mode='none' data_parallel_shard_degree=1 "
     "data_parallel_replicate_degree=1 disable_loss_parallel=True enable_async_tensor_parallel=True",

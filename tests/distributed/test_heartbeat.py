@@ -256,6 +256,20 @@ def test_a_silent_rank_is_named_whoever_leads(start, left, silent, ended):
     assert all(line.startswith(f"paramp: rank {silent} has been silent for ") for line in ranks.written)
 
 
+def test_rank_0_waits_with_the_store_until_all_have_left(start, monkeypatch):
+    ranks, seen = start(3), []
+
+    def linger(all_have_left, _):
+        for rank in (1, 2):
+            seen.extend([all_have_left(), all_have_left()])
+            ranks.leave(rank)
+        seen.append(all_have_left())
+
+    monkeypatch.setattr(heartbeat, "linger", linger)
+    ranks.leave(0)
+    assert seen == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize(
     ("error", "ended"),
     [

@@ -67,20 +67,27 @@ def test_a_step_of_one_process_makes_no_collective(config):
 
 @pytest.mark.parametrize(
     ("gpus", "has_nccl", "expected"),
-    [("AB", True, "nccl"), ("AA", True, "gloo"), ("A-", True, "gloo"), ("--", True, "gloo"), ("AB", False, "gloo")],
+    [
+        *(("AB", True, "nccl"), ("AB", False, "gloo"), ("AA", True, "gloo"), ("A-", True, "gloo")),
+        *(("--", True, "gloo"), ("A", True, "gloo")),
+    ],
 )
 def test_ranks_take_nccl_if_each_has_a_gpu_of_its_own(monkeypatch, gpus, has_nccl, expected):
-    """Two ranks; ``-``: one without a GPU."""
+    """``-``: a rank without a GPU. A single rank sends nothing."""
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index]))
-    store = dist.HashStore()
+    monkeypatch.setattr(launch_from_torch_mpi_slurm, "choose_interface", lambda *_: None)
+    store, size, made = dist.HashStore(), len(gpus), []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
 
-    def backend_of(rank):
+    def make_group(rank):
         device = torch.device("cpu" if gpus[rank] == "-" else "cuda", rank)
-        return launch_from_torch_mpi_slurm._agree_on_backend(store, device, rank, 2)
+        place = launcher_variables.LauncherRank("launch", rank, size, rank)
+        launch_from_torch_mpi_slurm._init_process_group(store, place, None, device)
 
     with ThreadPoolExecutor() as ranks:
-        assert [*ranks.map(backend_of, range(2))] == [expected] * 2
+        [*ranks.map(make_group, range(size))]
+    assert made == [expected] * size
 
 
 def test_launches_that_are_refused(monkeypatch):

@@ -364,6 +364,9 @@ def test_calls_that_cannot_be_served_are_errors_on_every_rank(world):
         each_raises(
             ValueError, {"got 1 batches on one rank, and 2": lambda: engine.count_tokens(parts[context.rank :])}
         )
+        spoilt = [parts[0], [tensor.double() for tensor in parts[1]]]
+        each_raises(RuntimeError, {"indices": lambda: engine.count_tokens(spoilt)})
+        assert all(one.announced is None for one in token_counts(engine.module))
         each_raises(paramp.ConfigError, {"count_tokens: got Tensor": lambda: engine.count_tokens(parts[0][0])})
         each_raises(paramp.ConfigError, {"counts no tokens": lambda: engine_of(nn.Linear(4, 4)).count_tokens([])})
     with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "reproducible": True}):

@@ -261,6 +261,9 @@ def test_a_tensor_rank_of_a_pipeline_that_fails_alone(world):
         with pytest.raises(RuntimeError, match="the backward is broken"):
             engine.forward_backward(*batch(1))
         assert told.layers["0"].good_backwards == -1
+        engine.eval()
+        with pytest.raises(RuntimeError, match="failed on this rank alone"):
+            engine(batch(1)[0])
         for _ in range(2):  # the test comes in its place: two microbatches, and the loss
             torch.distributed.recv(torch.empty(2, 4), group=context.pp.group, group_src=1)
         all_reduce_(torch.zeros(5, dtype=torch.float64))

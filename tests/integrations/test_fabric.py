@@ -305,3 +305,13 @@ def test_disabled_loss_scaling_skips_a_gradient_that_is_not_finite():
     scaler.step(optimizer)
     assert (scaler.num_skipped, scaler.get_scale(), scaler.state_dict()) == (1, 1.0, {})
     assert weight.tolist() == [1.0, 1.0]
+
+
+def test_a_scale_that_is_set_takes_the_place_of_what_the_steps_before_make_of_it():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), SharedGradScaler(LossScaling(init_scale=8.0), [])
+    scaler.scale(weight.sum() * INF).backward()
+    scaler.step(optimizer)
+    scaler.update()  # no effect yet
+    scaler.update(2.0)
+    assert scaler.get_scale() == 2.0

@@ -182,7 +182,7 @@ def test_buffers_of_shards_that_are_masters_are_in_fp32(world, mode):
 
 
 def test_a_buffer_has_one_optimizer_and_one_dtype_and_ends_once_it_is_long(monkeypatch):
-    monkeypatch.setattr(loop_block_sizes, "BUCKET", 16)
+    monkeypatch.setattr(loop_block_sizes, "BUCKET", 5)
     with paramp.launch_from_torch({"precision": "O2"}):  # batch norms are in fp32
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
         first, *others = model

@@ -1,5 +1,6 @@
 """fp16 products computed in fp32 and rounded: what they give, and that everything else passes through."""
 
+import platform
 import threading
 from contextlib import nullcontext
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paramp.precision.capabilities import has_native_fp16
+from paramp.precision.capabilities import has_bf16_on_cpu, has_native_fp16
 from paramp.precision.fp16_emulation_cpu import emulate_fp16
 
 
@@ -210,3 +211,17 @@ def test_dispatch_modes_and_subclasses_see_fp16_products():
 def test_detection_says_yes_for_gpus():
     assert has_native_fp16("cuda")
     assert isinstance(has_native_fp16("cpu"), bool)
+
+
+def test_detection_of_bfloat16_asks_onednn_and_on_x86_also_the_cpu(monkeypatch):
+    def found(*, built=True, onednn=True, machine="x86_64", avx512=False, amx=False):
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: built)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        return has_bf16_on_cpu()
+
+    assert (found(avx512=True), found(amx=True), found(machine="aarch64")) == (True, True, True)
+    assert (found(), found(machine="AMD64"), found(built=False, avx512=True)) == (False, False, False)
+    assert not found(onednn=False, avx512=True)

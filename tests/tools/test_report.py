@@ -219,7 +219,9 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path, capsys):
     folder = folder_of(tmp_path / "run <one>")
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
-    page = Text((folder / "report.html").read_text())
+    html = (folder / "report.html").read_text()
+    assert "/* BEGIN bokeh.min.js */" in html
+    page = Text(html)
     assert page.loads == ["data:,"]  # the icon
     assert not {"b", "w", "em", "one"} & set(page.tags)
     text = "".join(page.words)

@@ -646,5 +646,7 @@ def test_shards_are_joined():
     merged = [part.flatten(0, 1) for part in heads.chunk(2, dim=1)]
     for parts, expected, factor in ((packed, whole, 3), (merged, heads.flatten(0, 1), 2)):
         assert [torch.equal(found, expected) for found in joined(parts, expected, [factor])] == [False, True]
+        ranks = [replace(record_of(output=part), tensor_rank=rank, packed=[factor]) for rank, part in enumerate(parts)]
+        assert compare(record_of(output=expected), [], ranks, in_fp16()).ok
     assert not [*joined([whole[:, :5], whole[:, 5:11]], whole, [])]
     assert not [*joined([whole[:1, :6], whole[:1, 6:]], whole, [])]

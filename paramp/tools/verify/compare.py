@@ -274,7 +274,7 @@ def _of_output(difference: Distance, parts: list[torch.Tensor], whole: torch.Ten
         if not ways:
             problem = f"shapes {[tuple(part.shape) for part in parts]} and {tuple(whole.shape)}"
             return replace(difference, problem=problem)
-        apart = min(ways, key=lambda way: -1.0 if way[0] is None else way[0])
+        apart = min(ways, key=lambda way: way[0] or 0.0)  # if one is None, all are
     return replace(difference, distance=apart[0], size=apart[1])
 
 
