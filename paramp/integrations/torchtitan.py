@@ -112,7 +112,8 @@ class ParampTrainer:
         with sequences.building(config) if cuts else nullcontext():
             super().__init__(config)  # type: ignore[call-arg]  # torchtitan's
         trainer: Any = self
-        _check_names(trainer, IN_TRAINER, "Trainer")
+        saves = config.checkpoint.enable
+        _check_names(trainer, (*IN_TRAINER, "checkpointer.states") if saves else IN_TRAINER, "Trainer")
         scaling = config.loss_scaling if config.precision == "float16" else LossScaling.static(1.0)
         self.scaler = DistributedGradScaler(trainer.device, **asdict(scaling))
         loss = trainer.loss_fn
@@ -122,8 +123,7 @@ class ParampTrainer:
         self.context = ParallelContext.from_mesh(mesh)
         self.num_skipped = 0
         self._cut = sequences.CutBatches(trainer) if cuts else None
-        if config.checkpoint.enable:
-            _check_names(trainer.checkpointer, ("states",), "Trainer.checkpointer")
+        if saves:
             trainer.checkpointer.states["loss_scaler"] = self.scaler
 
     def train_step(self, data_iterator: Any) -> None:

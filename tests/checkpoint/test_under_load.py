@@ -88,6 +88,7 @@ def test_an_unfinished_save_is_no_checkpoint_whatever_the_times_of_folders(tmp_p
             os.utime(path, (now, now))
         left = tmp_path / "step-00000003.partial-0123abcd"
         left.mkdir()
+        (tmp_path / "step-00000002.partial-0123abcd").mkdir()  # of one that was saved again
         reported = []
         assert find("auto", tmp_path, reported.append) == tmp_path / "step-00000002"
         assert len(reported) == 1

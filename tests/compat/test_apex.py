@@ -690,6 +690,8 @@ def test_tensor_parallelism_before_initialize_equals_one_process(world, level):
         model = MLP()
         if parallel:
             tensor_parallel(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+            with pytest.raises(AmpError, match=r"SGD\(foreach=True\) has plain parameters and DTensors"):
+                prepare(model, sgd(model, lr=0.1, foreach=True), opt_level=level)
         model, optimizer = prepare(model, sgd(model, lr=0.1, momentum=0.5), opt_level=level)
         reached = []
         for step in range(5):

@@ -84,6 +84,7 @@ MEANT = [
     ({TENSOR: 4}, "tp=4 tensor=4 parallel.tp=4 tensor_parallel=4 tensor_parallel_size=4 tensor_model_parallel_size=4"),
     ({TENSOR: 4}, "tensor_parallel_degree=4 parallelism.tensor_parallel_degree=4 tp_size=4 tp_degree=4 autotp_size=4"),
     ({TENSOR: 2}, "tp=True tp=-1"),
+    ({PIPELINE: 2}, "pp=True pp=-1"),
     ({"parallel.expert": 4}, "ep=4 expert_model_parallel_size=4 expert_parallel_degree=4"),
     ({"parallel.context.size": 2}, "cp=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2"),
     ({TENSOR: 2, "parallel.sequence_parallel": True}, "sequence_parallel=True"),

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import threading
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -170,6 +171,7 @@ class Ranks:
 
     def __init__(self, size, end_after=None, host="the launcher"):
         self.now, self.written, self.left, store = 0.0, [], [], HashStore()
+        store.set_timeout(timedelta(seconds=10))  # of a key that no rank writes
         options = {"end_after": end_after, "host": host}
         self.all = [Heartbeat(store, rank, size, 10.0, **options) for rank in range(size)]
         for one in self.all:

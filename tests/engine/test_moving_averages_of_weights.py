@@ -123,6 +123,7 @@ def follow(world, number):
             for refused in (*calls, lambda: engine.save("nowhere"), lambda: engine.load("nowhere")):
                 with pytest.raises(RuntimeError, match="applied"):
                     refused()
+            assert not engine.flush().stepped  # of a window that is empty
         with torch.no_grad():
             assert loss == pytest.approx(plain.loss(plain(x), y).item(), rel=1e-5 if precision == "32-true" else 2e-2)
         assert all(torch.equal(local(one), value) for one, value in zip(engine.parameters(), kept, strict=True))

@@ -9,7 +9,7 @@ from exact_training import EXPERT_LAYOUTS, Part, assert_same_bits, reference, tr
 from families import SEED, WHOLE, cases, family, number
 from mixtures import FAMILIES
 from pool import on_ranks
-from small_engines import engine_of, everywhere, own_part
+from small_engines import engine_of, everywhere, own_part, train_step
 from small_mixture import NUM_EXPERTS, PLAN, WIDTH, StackedExperts, layers, tokens
 from torch import nn
 
@@ -215,3 +215,5 @@ def test_weights_whose_gradients_cannot_be_kept_apart_are_refused_by_name(world)
         engine = engine_of(Twice(*layers()), plan=PLAN)
         with pytest.raises(paramp.ConfigError, match=r"experts.weight', of experts that .* is used twice in a forward"):
             engine.forward_backward(x, x)
+    with paramp.launch_from_torch({"reproducible": True}):  # each data rank has all experts
+        assert train_step(engine_of(Twice(*layers()), plan=PLAN), x).stepped

@@ -135,7 +135,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", rarely(PLAIN, "llama, padded", "mixtures"))
+@pytest.mark.parametrize("name", rarely(PLAIN, "llama, padded", "gemma2", "mixtures"))
 @on_ranks(2)
 def test_it_trains_as_plain_torch_does(world, name):
     """Equal bits alone would also be those of a mistake that every layout makes."""

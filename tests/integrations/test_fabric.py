@@ -272,7 +272,9 @@ def test_two_optimizers_of_one_backward_are_unscaled_with_its_scale(world):
         started.backward(model(torch.ones(1, 2)).sum())
         if overflow and world.rank == 1:
             spoil(model.bias.grad)
-        for optimizer in optimizers:
+        for optimizer, factor in zip(optimizers, (1, 2), strict=True):
+            assert plugin.loss_scale == factor * scale  # also if it is read between
+            started.clip_gradients(model, optimizer, clip_val=2.0)
             optimizer.step()
             optimizer.zero_grad()
         made = [made[0] + 1, made[1] + (not overflow)]

@@ -313,6 +313,17 @@ def test_a_name_that_torchtitan_lacks_is_an_error_that_names_it(torchtitan, monk
         adopt(config)
 
 
+def test_names_that_its_trainer_lacks_are_in_the_error_too(torchtitan, tmp_path):
+    class Other:
+        def __init__(self, config):
+            self.device = "cpu"
+
+    made = type("Made", (ParampTrainer, Other), {})
+    for folder, last in ((None, r"get_optional_mesh"), (tmp_path, r"get_optional_mesh, Trainer\.checkpointer\.states")):
+        with pytest.raises(ConfigError, match=rf"has no Trainer\.loss_fn, .*\.{last}; expected a version that has"):
+            made(adopted(folder=folder))
+
+
 def test_the_diff_of_the_page_runs(torchtitan):
     diff = difference_of("from-torchtitan.md")
     before, after = ("\n".join(line[1:] for line in diff if line[:1] in (sign, " ")) for sign in "-+")

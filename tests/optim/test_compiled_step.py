@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import paramp
+from paramp.base import loop_block_sizes
 from paramp.optim.compiled import compiled_step as compiled
 from paramp.optim.compiled.kernels import (
     FAMILIES,
@@ -169,7 +170,13 @@ def test_the_function_steps_every_kind_of_master(uncompiled, mode, masters, clos
 @pytest.mark.parametrize("masters", [None, "remainder"])
 def test_every_change_of_a_weight_is_followed_without_a_warning(uncompiled, monkeypatch, masters, agreeing):
     """Of one element too, without an announcement; also in torch's kernels, in place of one that differs."""
+    sizes = []
+
+    def watched(variant, _):
+        return lambda weight, *others: sizes.append(weight.numel()) or step_function(variant)(weight, *others)
+
     monkeypatch.setattr(compiled, "agrees", lambda *_: agreeing)
+    monkeypatch.setattr(compiled, "compiled_step", watched)
     with paramp.launch_from_torch(configuration("16-naive", masters)):
         engine = engine_of(nn.Linear(200, 200, bias=False), optimizer=functools.partial(sgd, lr=2.0**-12))
         x, weight = torch.ones(1, 200), engine.module.weight.data
@@ -182,6 +189,8 @@ def test_every_change_of_a_weight_is_followed_without_a_warning(uncompiled, monk
         train_step(engine, x)
         followed = engine.full_state_dict()["weight"].view(-1)[20_000:20_003]
         torch.testing.assert_close(followed, torch.full((3,), 0.375), rtol=2.0**-10, atol=2.0**-11)
+    if agreeing:  # beside remainders there are temporaries, of a block each
+        assert (max(sizes) <= loop_block_sizes.STEP_BLOCK["cpu"]) == (masters == "remainder")
 
 
 @pytest.mark.parametrize("compile", [True, False])

@@ -234,7 +234,8 @@ def test_fewer_experts_than_ranks_are_sharded_over_their_next_dim(world):
             torch.testing.assert_close(value, (parameter - 0.1 * parameter.grad).float())
         saved = engine.full_state_dict()
         engine.save(f"{folder}/saved")
-    with paramp.launch_from_torch({"parallel": {"data": {"shard": 4}}}):
+    with paramp.launch_from_torch({"parallel": {"data": {"shard": 4}}}) as context:
+        assert context.shard_mesh is context.mesh
         engine = engine_of(mixture(2))
         engine.load(f"{folder}/saved")
         assert_same_tensors(engine.full_state_dict(), saved)

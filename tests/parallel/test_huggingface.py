@@ -144,6 +144,12 @@ def test_plans_that_cannot_be_applied(what):
         check_divisible(model, resolve_plan(pretrained_plan(model, 2, False), dict(model.named_modules())), 2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_is_whole_if_it_has_the_weight_of_a_whole_embedding(tied):
+    plan = pretrained_plan(pretrained.build("GPT-NeoX", tie_word_embeddings=tied), 2, False)
+    assert (plan.get("lm_head"), plan.get("gpt_neox.embed_in")) == (None if tied else "colwise_gather", None)
+
+
 def with_forward(forward):
     return type("Other", (type(build("llama")),), {"forward": forward})(build("llama").config)
 

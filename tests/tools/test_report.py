@@ -154,12 +154,14 @@ def test_what_is_not_finite_is_a_mark_and_a_long_series_has_its_spikes():
     legend = [entry.label for entry in norm_panel(StepAxis.of(RUN)).legend]
     assert legend == ["gradient norm", "not finite", "resumed"]
     assert columns(loss_panel(StepAxis.of(RUN)).figure, "count") == [[1.0]]
-    records = [{"step": step, "loss": 1.0} for step in range(1, 5001)]
-    records[2500]["loss"], records[3000]["loss"] = 77.0, None
+    records = [{"step": step, "loss": 1.0} for step in range(1, 2001)]
+    records[1000]["loss"], records[1500]["loss"] = 177.0, None
     figure = loss_panel(StepAxis.of(LoggedRun("long", records))).figure
-    assert max(columns(figure, "high")[0]) == 77
-    assert (columns(figure, "first")[-1], columns(figure, "last")[-1]) == ([3001], [3005])
+    assert max(columns(figure, "high")[0]) == 177
+    assert (columns(figure, "first")[-1], columns(figure, "last")[-1]) == ([1501], [1502])
     assert len(columns(figure, "mean")[0]) == 1000
+    negative = loss_panel(StepAxis.of(LoggedRun("negative", [*records, {"step": 2001, "loss": -1.0}]))).figure
+    assert [type(one.y_scale).__name__ for one in (figure, negative)] == ["LogScale", "LinearScale"]
 
 
 def test_histograms_are_fractions_beside_the_limits_of_fp16():

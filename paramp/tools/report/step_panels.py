@@ -152,7 +152,7 @@ def label_decades(plot: Any, found: Buckets) -> None:
     """Ticks at 1, 2 and 5 times powers of ten, where the values of a logarithmic axis are in few decades."""
     from bokeh.models import CustomJSTickFormatter
 
-    finite = np.isfinite(found.high) & (found.low > 0)
+    finite = np.isfinite(found.high)
     if not finite.any():
         return
     low, high = np.log10(found.low[finite].min()), np.log10(found.high[finite].max())
