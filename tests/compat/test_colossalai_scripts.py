@@ -142,6 +142,7 @@ def test_the_examples_of_the_trainer(world, layout):
         weights, history, printed = fit({"pipeline": 2}, batch=BATCH, NUM_MICRO_BATCHES=4)
     expected, metrics = plain()
     check_classifier(weights, expected, 2.0**-20, least=0)
+    assert {type(number) for epoch in history for number in epoch} == {float}
     torch.testing.assert_close(torch.tensor(history), torch.tensor(metrics), rtol=1e-5, atol=1e-5)
     lines = [line for line in printed.getvalue().splitlines() if "Loss = " in line]
     assert len(lines) == (2 * EPOCHS if world.rank == 0 else 0)

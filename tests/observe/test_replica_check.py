@@ -119,6 +119,7 @@ CHANGES = [  # parallel, configuration, what is changed, of which parameter, on 
     (TP2, REMAINDER, "master", "norm.weight", 3, (3,), (0, 1, 2)),
     (TP2 | {"zero": 1}, NAIVE, "master", "norm.weight", 3, (3,), (2,)),  # each data rank has a part of its own
     (TP2 | {"zero": 1}, REMAINDER, "master", "norm.weight", 3, (3,), (2,)),
+    (TP2 | {"zero": 1}, REMAINDER, "optimizer state", "norm.weight", 3, (3,), (2,)),
     ({"pipeline": 2}, {"precision": "16-mixed"}, "optimizer state", "norm.weight", 2, (3,), (2,)),
     ({"pipeline": 2}, {"precision": "16-mixed"}, "loss scale", "", 1, (1,), (0, 2, 3)),
     (FSDP2_TP2, {}, "weight", "norm1.weight", 2, (3,), (2,)),

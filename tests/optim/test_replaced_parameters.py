@@ -1,6 +1,9 @@
 """Parameters that are replaced after initialize: their values are trained and saved, or it is an error."""
 
+import copy
 import functools
+import io
+import pickle
 
 import pytest
 import torch
@@ -196,3 +199,22 @@ def test_tied_parameters_stay_tied():
         assert one_step(engine).stepped
         assert model[0].weight is model[1].weight
         assert not torch.equal(model[0].weight, values["0.weight"])
+
+
+@pytest.mark.parametrize("parallel", [{"data": {"shard": 2}}, {"tensor": 2}], ids=["fsdp2", "tp2"])
+@on_ranks(2)
+def test_what_torch_refuses_of_a_sharded_module_and_what_serves_instead(world, parallel):
+    """As docs/troubleshooting.md says, of DTensors in the middle of a buffer."""
+    with paramp.launch_from_torch({"parallel": parallel}):
+        engine = engine_of(net(), plan={"0": "colwise", "2": "rowwise"} if "tensor" in parallel else None)
+        for call in (copy.deepcopy, lambda state: torch.save(state, io.BytesIO())):
+            with pytest.raises(RuntimeError, match=r"Attempted to .* an invalid python storage"):
+                call(engine.module.state_dict())
+            call({name: value.clone() for name, value in engine.module.state_dict().items()})
+            call(engine.full_state_dict())
+        for cast in (lambda: engine.module.to("cpu"), engine.module.half, engine.module.double):
+            with pytest.raises(RuntimeError, match=r"_apply\(\): Couldn't swap"):
+                cast()
+        if "data" in parallel:
+            with pytest.raises(pickle.PicklingError):
+                torch.save(engine.module, io.BytesIO())

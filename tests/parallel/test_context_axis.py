@@ -446,6 +446,9 @@ def test_ranks_of_the_axis_are_one_data_rank(world):
         assert torch.equal(*both)
         torch.distributed.all_gather(both, seen, group=context.dp.group)
         assert sorted(torch.cat(both).tolist()) == [*range(8)]
+    for other in ("pipeline", "tensor"):
+        with paramp.launch_from_torch({"parallel": {"context": 2, other: 2}}) as context:
+            assert torch.distributed.get_process_group_ranks(context.model_group) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -26,6 +26,7 @@ from paramp.parallel.tensor.styles import STYLES
 from paramp.precision import norms
 
 WIDTH, GROUPS = 48, 6
+IS_PLAIN_CUDA = norms._is_plain_cuda
 
 NORMS = {
     "layer": (LPLayerNorm, nn.LayerNorm, (WIDTH,), {}),
@@ -202,7 +203,8 @@ def fused_rms_norm(x, shape, eps):
         del sys.modules[name]
 
 
-def test_fused_norms_call_apex_with_arguments_in_autocasts_dtype(apex):
+def test_fused_norms_call_apex_with_arguments_in_autocasts_dtype(apex, monkeypatch):
+    """And for tensors on a CPU torch's own functions, of the same values."""
     x, _ = samples("layer")
     eps = torch.finfo(torch.float32).eps
     low, wide = torch.bfloat16, torch.float32
@@ -220,6 +222,11 @@ def test_fused_norms_call_apex_with_arguments_in_autocasts_dtype(apex):
         ("layer affine", wide, wide, (WIDTH,)),
         ("layer affine", torch.float16, torch.float16, (WIDTH,)),  # a bias is missing before: torch's own
     ]
+    sys.modules["apex.normalization.fused_layer_norm"].calls.clear()
+    monkeypatch.setattr(norms, "_is_plain_cuda", IS_PLAIN_CUDA)
+    assert torch.equal(made("fused layer")(x), outputs[3])
+    assert torch.equal(made("fused rms")(x), made("rms", False)(x))
+    assert not sys.modules["apex.normalization.fused_layer_norm"].calls
 
 
 def test_an_apex_that_does_not_load_is_said_so_once(apex):

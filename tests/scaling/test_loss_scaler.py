@@ -350,9 +350,13 @@ def test_the_sequence_of_collectives_does_not_depend_on_what_is_found(world):
         weights = [parameter(size=2) for _ in range(3)]
         for weight in weights:
             weight.grad = None if gradient is None else torch.full((2,), gradient)
-        with Collectives() as collectives:
-            attempt(DistributedGradScaler("cpu"), *[sgd(weight) for weight in weights])
-        assert (collectives.counts, collectives.elements) == ({"allreduce": 3}, [1, 1, 1])
+        scaler, optimizers = DistributedGradScaler("cpu"), [sgd(weight) for weight in weights]
+        with Collectives() as unscaling:
+            scaler.unscale_(optimizers[0])
+        with Collectives() as stepping:  # which unscales the others
+            attempt(scaler, *optimizers)
+        assert (unscaling.counts, unscaling.elements) == ({"allreduce": 1}, [1])
+        assert (stepping.counts, stepping.elements) == ({"allreduce": 2}, [1, 1])
 
 
 @on_ranks(4)
