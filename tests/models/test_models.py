@@ -23,9 +23,13 @@ def size_of(build):
 
 
 def test_sizes_are_the_published_ones():
-    assert size_of(lambda: resnet34(num_classes=1000)) == 21_797_672
+    assert size_of(resnet34) == 21_797_672
     assert size_of(lambda: ResNet.preset("resnet18")) == 11_689_512
     assert size_of(lambda: ViT.preset("vit-b16")) == 86_567_656
+
+
+def test_weights_with_a_standard_deviation_of_0_are_0():
+    assert not GPT.preset("tiny", init_std=0.0).head.weight.any()
 
 
 def test_the_small_mixture_has_eight_experts_as_wide_as_its_blocks():
