@@ -197,10 +197,11 @@ def test_an_overflow_in_one_part_of_a_sequence_skips_the_step_on_all_ranks_and_a
         ended(accelerator)
 
 
+@pytest.mark.parametrize("layout", ["cp", "fsdp-cp"])
 @on_ranks(4)
-def test_metrics_have_each_sample_once(world):
-    """Seven samples on two data ranks of two: the last batch is filled up with the first."""
-    with accelerating(world, "fsdp-cp", "no") as accelerator:
+def test_metrics_have_each_sample_once(world, layout):
+    """Seven samples on one data rank of four, or two of two, where the last batch is filled up with the first."""
+    with accelerating(world, layout, "no") as accelerator:
         model, _, loader = prepared(adopt(accelerator), "Llama", samples()[:7])
         seen, losses, names = [], [], []
         with torch.no_grad():

@@ -282,7 +282,7 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
 
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
-    good = folder_of(tmp_path / "good")
+    good = folder_of(tmp_path / "good", events=EVENTS[:6])  # which has ended, so that --live would not wait
     for arguments, message in (
         ([str(tmp_path / "none")], "no folder"),
         ([str(good), "--live", "0"], "--live: got 0.0, expected a number of seconds, 1 or more"),
@@ -308,6 +308,8 @@ WRONG_EVENTS = {
     "step: got None": {"event": "overflow"},
     "histogram: counts: got None": {"event": "histogram", "step": 1},
     "histogram: counts: got {'a': 1}": HISTOGRAM | {"counts": {"a": 1}},
+    "histogram: counts: got {'-1075': 1}": HISTOGRAM | {"counts": {"-1075": 1}},  # of no float64, as 1024
+    "histogram: counts: got {'1024': 1}": HISTOGRAM | {"counts": {"1024": 1}},
     "launch: resumed_at: got 'x'": LAUNCH | {"resumed_at": "x"},
     "launch: settings: got ['a']": LAUNCH | {"settings": ["a"]},
     "launch: machine: got {'modes': {'a': 1}}": LAUNCH | {"machine": {"modes": {"a": 1}}},
