@@ -48,11 +48,11 @@ def aliases_of(module: nn.Module, count: int, group: dist.ProcessGroup | None) -
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    """The first input of a call, and a function that returns all inputs with another first one."""
+    """The first input of a call, None without any, and a function that returns all inputs with another first one."""
     if args:
         return args[0], lambda other: ((other, *args[1:]), kwargs)
-    name = next(iter(kwargs))
-    return kwargs[name], lambda other: ((), kwargs | {name: other})
+    name = next(iter(kwargs), "")
+    return kwargs.get(name), lambda other: ((), kwargs | {name: other})
 
 
 class SlicedStyle(ParallelStyle):
@@ -198,7 +198,7 @@ class SlicedSequence(SlicedStyle):
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
             x, with_first = first_input(args, kwargs)
-            _check_others(module, [*args, *kwargs.values()][1:])
+            _check_inputs(module, x, [*args, *kwargs.values()][1:])
             sharded = self.sequence and layout.tensor_group is not None
             count, group = slices_of_sequence(x, layout, sharded=sharded), layout.tensor_group if sharded else None
             aliases = aliases_of(module, count, group)
@@ -212,11 +212,13 @@ class SlicedSequence(SlicedStyle):
         return replace_forward(module, forward)
 
 
-def _check_others(module: nn.Module, values: Sequence[Any]) -> None:
-    if any(isinstance(value, torch.Tensor) and (value.ndim > 1 or value.requires_grad) for value in values):
+def _check_inputs(module: nn.Module, x: Any, others: Sequence[Any]) -> None:
+    several = any(isinstance(value, torch.Tensor) and (value.ndim > 1 or value.requires_grad) for value in others)
+    if several or not isinstance(x, torch.Tensor):
         raise ConfigError(
-            f"reproducible: a {type(module).__name__}, which is applied to slices of the sequence, got several "
-            "tensors, expected one; leave it out of the plan, or apply the others behind it"
+            f"reproducible: a {type(module).__name__}, which is applied to slices of the sequence, got "
+            f"{'several tensors' if several else type(x).__name__}, expected one tensor; leave it out of the plan, or "
+            "apply others behind it"
         )
 
 

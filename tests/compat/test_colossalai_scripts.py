@@ -25,6 +25,7 @@ from paramp.compat.colossalai.nn.metric import Accuracy
 from paramp.compat.colossalai.trainer import Trainer, hooks
 from paramp.compat.colossalai.utils import (
     MultiTimer,
+    Timer,
     get_dataloader,
     is_dp_rank_0,
     is_no_pp_or_last_stage,
@@ -204,6 +205,16 @@ def test_the_trainer_evaluates_after_each_epoch_or_every_few(options, expected):
         engine, loader, _, _ = colossalai.initialize(model, sgd(model.parameters()), nn.CrossEntropyLoss(), loader)
         Trainer(engine).fit(loader, epochs=3, test_dataloader=loader, hooks=[hook], **options)
     assert tested == expected
+
+
+def test_a_timer_gives_seconds_from_start_to_stop():
+    timer = Timer()
+    with mock.patch("paramp.compat.colossalai.timer.time") as clock:
+        clock.perf_counter.side_effect = [2.0, 5.0, 7.0, 8.0]
+        for expected in (3.0, 1.0):
+            timer.start()
+            assert timer.stop(keep_in_history=True) == timer.get_elapsed_time() == expected
+    assert (timer.get_history_sum(), timer.get_history_mean()) == (4.0, 2.0)
 
 
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])

@@ -93,3 +93,47 @@ def test_parameters_beside_slices_of_the_sequence_need_a_style(world):
         plan = {f"{blocks}*.mlp.up": "sequence_colwise", f"{blocks}*.mlp.down": "sequence_rowwise"}
         with pytest.raises(paramp.ConfigError, match=rf"'{blocks}0.norm1', a LayerNorm with parameters, is beside"):
             start(model, slices=4, plan=plan, parallel={"tensor": 2, "sequence_parallel": True})
+
+
+@on_ranks(2)
+def test_dropout_of_lora_on_sharded_features_is_refused_beside_slices_of_the_sequence(world):
+    peft, parallel = pytest.importorskip("peft"), {"tensor": 2, "sequence_parallel": True}
+    plan = {"0": "colwise", "1": "rowwise"}
+
+    def adapted(*targets):
+        options = peft.LoraConfig(target_modules=list(targets), lora_dropout=0.1)
+        return peft.get_peft_model(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), options)
+
+    start(adapted("0"), plan=plan, parallel=parallel)
+    with pytest.raises(paramp.ConfigError, match=r"model\.1\.lora_dropout\.default' is dropout of what"):
+        start(adapted("0", "1"), plan=plan, parallel=parallel)
+
+
+class Terms(nn.Module):
+    """Called with ``number`` inputs."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.weight, self.number = nn.Parameter(torch.ones(())), number
+
+    def forward(self, *terms):
+        return sum(terms) * self.weight
+
+
+class CallsTerms(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.terms = Terms(number)
+
+    def forward(self, x):
+        return self.terms(*[x] * self.terms.number)
+
+
+@pytest.mark.parametrize(("number", "got"), [(0, "NoneType"), (2, "several tensors")])
+@on_ranks(2)
+def test_modules_on_slices_of_the_sequence_take_one_tensor(world, number, got):
+    x, reproducible = torch.ones(2, 4, 8), {"chunk": 1, "slices": 2}
+    with paramp.launch_from_torch({"reproducible": reproducible, "parallel": {"tensor": 2}}):
+        engine = engine_of(CallsTerms(number), plan={"terms": "sequence"})
+        with pytest.raises(paramp.ConfigError, match=f"a Terms, which .* got {got}, expected one tensor"):
+            engine.forward_backward(x, x)

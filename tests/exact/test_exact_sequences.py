@@ -251,11 +251,17 @@ class Attending(nn.LayerNorm):
         return F.scaled_dot_product_attention(*[super().forward(x).unsqueeze(1)] * 3).squeeze(1)
 
 
+class Constant(nn.LayerNorm):
+    def forward(self):
+        return self.weight
+
+
 INSIDE = {
     "convolution": lambda: nn.Conv1d(8, 8, 1),
     "recurrent": lambda: nn.GRU(8, 8),
     "dropout inside": lambda: Dropping(8),
     "attention inside": lambda: Attending(8),
+    "no input": lambda: Constant(8),
 }
 
 
@@ -275,6 +281,8 @@ class Block(nn.Module):
             return self.head(self.inside(x))
         if self.kind == "other weight":
             return F.linear(x, self.table.weight)
+        if self.kind == "no input":
+            x = x * self.inside()
         if self.kind == "mean":
             x = x - x.mean(-1, keepdim=True)
         if self.kind == "product":
@@ -297,6 +305,7 @@ REFUSED = {
     "dropout inside": "dropout in '0.inside', which computes one slice of the sequence at a time",
     "attention inside": "attention in '0.inside', which computes one slice of the sequence at a time",
     "no tokens": r"'0', a Linear, got \(1, 8\), expected one tensor",
+    "no input": "'0', a Constant, got NoneType, expected one tensor",
 }
 
 

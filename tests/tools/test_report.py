@@ -305,6 +305,8 @@ DAMAGED = {
     "step 5, lr: got [1], expected a number or null": '{"step": 5, "lr": [1]}',
 }
 WRONG_EVENTS = {
+    "expected an object with a string": {"step": 1},
+    'a string as its "event"': [1],
     "step: got None": {"event": "overflow"},
     "histogram: counts: got None": {"event": "histogram", "step": 1},
     "histogram: counts: got {'a': 1}": HISTOGRAM | {"counts": {"a": 1}},

@@ -385,6 +385,9 @@ def test_tokens_of_context_ranks_are_brought_together_behind_channels_that_they_
         assert report.num_compared["forward"] == 1
         assert report.ok == (not error)
     assert (report.first.index, report.first.ranks, report.first.num_different) == ((1, 2, 2, 1), [3], 1)
+    parts = [part for tokens in WHOLE.chunk(2) for part in tokens.chunk(2, 1)]  # of the one sample in a microbatch
+    report = by_hand([(*entry, WHOLE)], *([(*entry, part)] for part in parts), context_ranks=(0, 0, 1, 1))
+    assert (report.ok, report.num_compared["forward"]) == (True, 1)
 
 
 def test_what_cannot_be_compared_is_listed():
