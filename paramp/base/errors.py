@@ -57,10 +57,10 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def first_line(value: object) -> str:
-    """The first line of ``value``, an error or a text, for a message; the name of its class if it is empty."""
+def first_line(value: BaseException | str) -> str:
+    """The first line of a text or of an error for a message; of an error without a text the name of its class."""
     lines = str(value).strip().splitlines()
-    return lines[0] if lines else type(value).__name__
+    return lines[0] if lines else "" if isinstance(value, str) else type(value).__name__
 
 
 def shown(value: object) -> str:

@@ -110,7 +110,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is float:
         return _is_number(value, (int, float)) and _fits(value)
     if hint is int:
-        return _is_number(value, int) and abs(value) < 2**63
+        return _is_number(value, int) and -(2**63) <= value < 2**63
     return isinstance(value, hint)
 
 

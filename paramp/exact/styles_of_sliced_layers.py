@@ -217,8 +217,7 @@ def _check_inputs(module: nn.Module, x: Any, others: Sequence[Any]) -> None:
     if several or not isinstance(x, torch.Tensor):
         raise ConfigError(
             f"reproducible: a {type(module).__name__}, which is applied to slices of the sequence, got "
-            f"{'several tensors' if several else type(x).__name__}, expected one tensor; leave it out of the plan, or "
-            "apply others behind it"
+            f"{'several tensors' if several else type(x).__name__}, expected one tensor; leave it out of the plan"
         )
 
 

@@ -232,12 +232,15 @@ def test_a_step_with_sequences_over_ranks_is_that_by_hand(world):
 def test_the_cost_of_reproducible_is_a_ratio_in_the_same_chunks():
     sizes = "--layers 1 --widths 64 --head-size 8 --vocab-size 128 --seq-len 8 --batch-size 4 --chunk 2 --rounds 1"
     seen = []
-    note = lambda module, args: seen.append((module, len(args[0]))) if isinstance(module, Block) else None  # noqa: E731
-    hook = register_module_forward_pre_hook(note)
-    (row,) = measured("reproducible", f"{sizes} --precision 32-true")["rows"]
-    hook.remove()
-    without, again, exact = one = [*dict(seen)]
-    steps = [*one, *one, exact, again, without]  # the first of each, a round to warm up, and one that is measured
+
+    def note(module, args):
+        if isinstance(module, Block):
+            seen.append((module, len(args[0])))
+
+    with register_module_forward_pre_hook(note):
+        (row,) = measured("reproducible", f"{sizes} --precision 32-true")["rows"]
+    blocks = [*dict(seen)]  # without the mode, without it again, with it
+    steps = [*blocks, *blocks, *blocks[::-1]]  # the first of each, a round to warm up, and one that is measured
     assert seen == [(module, 2) for module in steps for _ in range(2)]
     assert row["ratio"] == pytest.approx(row["seconds"] / row["seconds_without"])
     assert (row["layout"], row["goal"]) == ("1", None)

@@ -282,7 +282,9 @@ def test_live_writes_until_the_run_has_ended(tmp_path, monkeypatch):
 
 
 def test_errors_are_one_line(tmp_path, capsys, monkeypatch):
-    good = folder_of(tmp_path / "good", events=EVENTS[:6])  # which has ended, so that --live would not wait
+    ended = EVENTS[:6]
+    assert ended[-1]["event"] == "end"  # so that --live does not wait
+    good = folder_of(tmp_path / "good", events=ended)
     for arguments, message in (
         ([str(tmp_path / "none")], "no folder"),
         ([str(good), "--live", "0"], "--live: got 0.0, expected a number of seconds, 1 or more"),
