@@ -33,13 +33,13 @@ from common import (
     add_json_option,
     check_counts,
     check_json_option,
-    first_line,
     machine,
     medians,
     run_layouts,
     table,
     take_turns,
     watch_memory,
+    why_not,
     write_json,
 )
 from torch import nn
@@ -190,7 +190,7 @@ def run(
                 memory[label] = own.kept + step.peak
             except (ValueError, ImportError, RuntimeError, TypeError) as error:
                 inner.close()
-                skipped[label] = first_line(error)
+                skipped[label] = why_not(error)
                 continue
             stack.enter_context(inner)
             passed_over[label] = 0

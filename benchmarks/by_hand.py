@@ -34,12 +34,12 @@ from common import (
     add_json_option,
     check_counts,
     check_json_option,
-    first_line,
     machine,
     medians,
     run_layouts,
     table,
     take_turns,
+    why_not,
     write_json,
 )
 from hand_gpt import ByHand
@@ -121,7 +121,7 @@ def measure(layout: Layout, options: argparse.Namespace, mode: str, width: int, 
             try:
                 candidates[name] = PEERS[name](_model(shape), context, mode)
             except Exception as error:  # other libraries raise their own exceptions
-                skipped[name] = first_line(error)
+                skipped[name] = why_not(error)
         candidates["paramp"] = Ours(_model(shape))
         if options.compile:
             stack.enter_context(paramp.launch_from_torch({**config, "compile": True}, device=options.device))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paramp.base.errors import first_line
 from paramp.distributed.local_launcher import start_processes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler reports its start and stop on stderr
@@ -45,10 +46,9 @@ def machine(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, {name}" if device.type == "cuda" else name
 
 
-def first_line(error: BaseException) -> str:
+def why_not(error: BaseException) -> str:
     """An error in one line, as the reason why something cannot run."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 # --------------------------------------------------------------------------------------------------------- turns

@@ -35,12 +35,12 @@ from common import (
     add_json_option,
     check_counts,
     check_json_option,
-    first_line,
     machine,
     medians,
     table,
     take_turns,
     watch_memory,
+    why_not,
     write_json,
 )
 from torch import nn
@@ -341,7 +341,7 @@ def run(
                 collectives, reads = count(candidate.step, device)
             except Exception as error:  # other libraries raise their own exceptions
                 inner.close()
-                skipped[row.name] = first_line(error)
+                skipped[row.name] = why_not(error)
                 continue
             stack.enter_context(inner)
             turns[row.name] = Turn(candidate.step, partial(_refill, candidate, sources))

@@ -51,8 +51,8 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cal
     """The first input of a call, None without any, and a function that returns all inputs with another first one."""
     if args:
         return args[0], lambda other: ((other, *args[1:]), kwargs)
-    name = next(iter(kwargs), "")
-    return kwargs.get(name), lambda other: ((), kwargs | {name: other})
+    name, value = next(iter(kwargs.items()), ("", None))
+    return value, lambda other: ((), kwargs | {name: other})
 
 
 class SlicedStyle(ParallelStyle):

@@ -65,7 +65,8 @@ class FabricPrecision(LightningPrecision):
         return map_tensors(to_outputs, data, self.mode)
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Scale the loss ``tensor``, 0-dim, and run its backward."""
+        """Scale the loss ``tensor``, 0-dim, and run its backward. Raises ConfigError for a ``model`` of DeepSpeed."""
+        self._refuse_deepspeed(model)
         scaled = self._scale.scale(tensor)
         with self._computing(autocast=False):
             scaled.backward(*args, **kwargs)

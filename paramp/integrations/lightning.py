@@ -89,12 +89,7 @@ class TrainerPrecision(LightningPrecision):
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Called by the strategy when the optimizers are made. Raises ConfigError for DeepSpeed's."""
-        strategy = type(getattr(getattr(model, "_trainer", None), "strategy", None))
-        if any(kind.__name__ == "DeepSpeedStrategy" for kind in strategy.__mro__):
-            raise ConfigError(
-                "TrainerPrecision: strategy: got DeepSpeedStrategy, which scales, clips and steps by itself; use "
-                "ModelParallelStrategy or DDPStrategy, or Lightning's own precision"
-            )
+        self._refuse_deepspeed(getattr(getattr(model, "_trainer", None), "strategy", None))
         self._has_scaled = False  # in an earlier fit
         for wrapped in optimizers:
             optimizer = _bare(wrapped)

@@ -183,6 +183,14 @@ class LightningPrecision:
                 "optimizer: LBFGS evaluates the model many times per step, so it cannot skip a step; use another one"
             )
 
+    def _refuse_deepspeed(self, value: object) -> None:
+        """Raise a ConfigError if ``value`` is DeepSpeed's strategy or its engine."""
+        if {kind.__name__ for kind in type(value).__mro__} & {"DeepSpeedStrategy", "DeepSpeedEngine"}:
+            raise ConfigError(
+                f"{type(self).__name__}: strategy: got DeepSpeedStrategy, which scales, clips and steps by itself; use "
+                "ModelParallelStrategy or DDPStrategy, or Lightning's own precision"
+            )
+
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The parameters that Lightning clips: one, whose gradient represents the whole model's."""
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -356,7 +356,7 @@ def resumable(name, size=1, batch_size=2):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
-    (whole,), (stopped,), *others = (resumable(name) for _ in range(4))
+    whole, stopped, *others, last = (loader for _ in range(5) for loader in resumable(name))
     expected = [epoch(whole) for _ in range(3)]
     assert stopped.state_dict() == {"epoch": 0, "given": 0}
     assert epoch(stopped) == expected[0]
@@ -364,17 +364,16 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     given = epoch(stopped, 3)
     state = stopped.state_dict()
     assert state == {"epoch": 1, "given": 6}
-    for (resumed,) in others:  # two times in one epoch
+    for resumed in others:  # two times in one epoch
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
         given += epoch(resumed, 2)
         state = resumed.state_dict()
     assert state == {"epoch": 1, "given": 14}
-    (resumed,) = resumable(name)
-    resumed.load_state_dict(state)
-    assert given + epoch(resumed) == expected[1]
-    assert resumed.state_dict() == {"epoch": 2, "given": 0}
-    assert epoch(resumed) == expected[2]
+    last.load_state_dict(state)
+    assert given + epoch(last) == expected[1]
+    assert last.state_dict() == {"epoch": 2, "given": 0}
+    assert epoch(last) == expected[2]
 
 
 @pytest.mark.parametrize(("size", "other"), [(4, 2), (2, 4), (1, 2), (2, 1)])

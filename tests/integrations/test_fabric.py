@@ -300,6 +300,20 @@ def test_what_the_plugin_refuses(mode, message):
         paramp.FabricPrecision(mode)
 
 
+def test_an_engine_of_deepspeed_is_refused_before_its_backward():
+    """Its package is missing: a module whose class has that name stands for what its strategy makes of a model."""
+    from lightning.fabric import Fabric, strategies
+
+    for name in ("16-mixed", "32-true"):
+        plugin = paramp.FabricPrecision(name)
+        strategies.DeepSpeedStrategy.precision.fset(mock.Mock(), plugin)  # takes it
+        fabric = Fabric(plugins=plugin, accelerator="cpu", devices=1)
+        model = fabric.setup(type("DeepSpeedEngine", (nn.Linear,), {})(2, 2))
+        with pytest.raises(paramp.ConfigError, match="FabricPrecision: strategy: got DeepSpeedStrategy, which scales"):
+            fabric.backward(model(torch.ones(1, 2)).sum(), model=model)
+        assert model.weight.grad is None
+
+
 def test_disabled_loss_scaling_skips_a_gradient_that_is_not_finite():
     weight = nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), SharedGradScaler(LossScaling(enabled=False), [])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import mmap
 import os
 import re
 import sys
@@ -134,8 +135,9 @@ def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_
 
 def test_memory_bytes_is_the_peak_of_this_process():
     """A GPU's is that of its allocator."""
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    torch.ones(2**24)  # which is freed at once; the kernel's counters are rounded
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    with mmap.mmap(-1, 2**26) as fresh:  # a tensor's memory may be what an earlier tensor left
+        fresh.write(bytes(2**26))
     assert before + 2**25 <= memory_bytes(torch.device("cpu")) < 2**40
     with mock.patch.object(torch.cuda, "max_memory_allocated", {torch.device("cuda", 1): 7}.get):
         assert memory_bytes(torch.device("cuda", 1)) == 7

@@ -36,7 +36,7 @@ _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 _START = 0x9E3779B9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scores:
     """How probabilities come from queries and keys, whatever the kernel."""
 
