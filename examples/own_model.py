@@ -27,7 +27,7 @@ with paramp.launch_from_torch({"precision": "16-mixed", "clip_grad_norm": 1.0}) 
     plan = {"*.up": "colwise", "*.down": "rowwise"}
     engine, *_ = paramp.initialize(model, optimizer, nn.functional.mse_loss, plan=plan)
     for step in range(1, 41):
-        x = torch.randn(16, 32)  # the same on all ranks, as launch seeds them alike
+        x = torch.randn(16, 32).chunk(context.dp.size)[context.dp.rank]  # each data rank has a part of the batch
         loss = engine.forward_backward(x, x.roll(1, dims=1))
         result = engine.step()
         engine.zero_grad()

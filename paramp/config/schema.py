@@ -228,7 +228,7 @@ def _storage(precision: Precision) -> dict[str, str]:
     masters, grads = precision.masters, precision.grad_dtype or precision.weights
     dtypes = {f"reduce_dtype.{axis}": dtype or grads for axis, dtype in vars(precision.reduce_dtypes).items()}
     names = {name: str(dtype).removeprefix("torch.") for name, dtype in {"grad_dtype": grads, **dtypes}.items()}
-    kept = "remainder" if masters == "remainder" else "full" if masters else "none"
+    kept = masters if isinstance(masters, str) else "full" if masters else "none"
     return {"masters": kept, "rounding": precision.rounding, "optimizer_state": precision.optimizer_state, **names}
 
 

@@ -1,1 +1,1 @@
-"""Token sources, sampling, and data loaders sharded over the data axis."""
+"""Data loaders that are sharded over the data axis, and their positions."""

@@ -1,1 +1,1 @@
-"""Launchers, rendezvous, the mesh of ranks, collectives, liveness and random streams."""
+"""Launchers, rendezvous, the mesh of ranks, liveness and random streams."""

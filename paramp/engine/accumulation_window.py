@@ -4,9 +4,10 @@ It is a state machine: calls lead from one :class:`State` to another, and :data:
 do not. It ends after ``gradient_accumulation`` calls of ``step()``, or with fewer (:meth:`AccumulationWindow.shorten`).
 
 A microbatch's loss is multiplied by the loss scale and divided by the number of microbatches in the window
-(microbatches x accumulation x data ranks), so that every later reduction is a plain sum. A criterion that returns
-``(sum, count)`` is also divided by a power of two near the counts (:mod:`.power_of_two_loss_divisor`), and the step
-corrects for the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the ranks.
+(microbatches x accumulation x data ranks x context ranks), so that every later reduction is a plain sum. A criterion
+that returns ``(sum, count)`` is also divided by a power of two near the counts (:mod:`.power_of_two_loss_divisor`), and
+the step corrects for the true total count: gradient = sum of gradients / sum of counts, whatever the counts of the
+ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class WindowLosses:
     """The losses of the current accumulation window on this rank.
 
     Attributes:
-        size: microbatches in a window, over all data ranks.
+        size: microbatches in a window, over all data and context ranks.
         totals: of the window.
         unit: what sums and counts are divided by.
     """

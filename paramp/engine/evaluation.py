@@ -77,7 +77,7 @@ def run_loader(
 
     Raises:
         ConfigError: on every rank: there is no batch, the ranks of a model group have different numbers of batches, or
-            a batch is not ``(inputs, target)`` or a mapping; or a data rank has none, and parameters are sharded.
+            a batch is not ``(inputs, target)`` or a mapping; or a data rank has none, and others wait for it.
         Exception: on every rank: whatever ``loader`` or a batch raises on one.
     """
     counted, last = _SampleTotals(totals), Batch()
@@ -129,7 +129,7 @@ def _agree(
     if index == 0 and not all(have) and context.config.parallel.data_ranks_wait:
         raise ConfigError(
             f"loader: yielded no batch on data rank {have.index(0)}, expected at least one on each, because "
-            "parallel.data.shard and parallel.expert have data ranks wait for each other in the model"
+            "with parallel.data.shard, parallel.expert or parallel.context data ranks wait for each other in the model"
         )
     return int(max(num_runs)) // num_ranks
 

@@ -13,18 +13,18 @@ import torch
 
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
+from ..optim import user_optimizer
 from ..optim.choose_step import Step, choose_step
 from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
-from ..optim.user_optimizer import ONLY_THE_ENGINE_STEPS, StepGuard, replace_zero_grad
 from ..scaling.grad_norm import count_zeros
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.step_decision import NUM_SUMS, HostCopy, StepDecision, decide
 from .accumulation_window import AccumulationWindow, WindowLosses
-from .mistakes_seen_after_a_step import Presence, warn_of_schedule, warn_of_vanished_gradient
 from .moving_averages_of_weights import WeightAverages
 from .shared_failure import SharedFailure
 from .state.model_tensors import ParamChunks
+from .which_parameters_have_gradients import Presence
 
 
 class StepResult:
@@ -184,13 +184,13 @@ class OptimizerStep:
             problem = error
         failure.agree(problem)
         # After choose_step, which looks for the user's hooks.
-        guards = [StepGuard(optimizer, ONLY_THE_ENGINE_STEPS) for optimizer in self._optimizers]
+        guards = [user_optimizer.StepGuard(one, user_optimizer.ONLY_THE_ENGINE_STEPS) for one in self._optimizers]
         self._guards = [
             guard if update.calls_optimizer else nullcontext()
             for guard, update in zip(guards, self.updates, strict=True)
         ]
         for optimizer in self._optimizers:
-            replace_zero_grad(optimizer, window.drop)
+            user_optimizer.replace_zero_grad(optimizer, window.drop)
 
     def make(self, scale: torch.Tensor) -> StepResult:
         """Step, or skip the step, with gradients that carry ``scale``, 0-dim float32; update scale and counters."""
@@ -214,11 +214,11 @@ class OptimizerStep:
         """Warn of the step before: of a gradient whose norm is 0, and of a schedule that a skipped step has moved."""
         made, _, skipped, _, vanished = self.counters.read()
         if vanished == 1:  # the first in a row
-            warn_of_vanished_gradient(made, self._optimizers)
+            user_optimizer.warn_of_vanished_gradient(made, self._optimizers)
         rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
         moves = rates != (self._rates or rates)
         if skipped and moves and self._moves and not self._warned:  # at this step and the one before
-            self._warned = warn_of_schedule(self._optimizers)
+            self._warned = user_optimizer.warn_of_schedule(self._optimizers)
         self._rates, self._moves = rates, moves
 
     def _decide(self, found_inf: torch.Tensor, scale: torch.Tensor) -> tuple[StepDecision, list[FlatParam]]:

@@ -40,7 +40,7 @@ NO_COUNTS = (
 
 
 class LoopRunner(BatchRunner):
-    """Runs what loops of the user's call."""
+    """A :class:`BatchRunner`, whose ``run`` is that of ``forward_backward``, and what users' own loops call besides."""
 
     _counted: Sequence[Batch] | None = None
     """The batches of the next step, whose tokens were counted."""

@@ -1,1 +1,1 @@
-"""Diagnosis: overflow traces, gradient histograms, replica checks, timelines, metrics."""
+"""Diagnosis: overflow traces, gradient histograms, replica checks, timelines."""

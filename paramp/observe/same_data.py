@@ -1,4 +1,4 @@
-"""Comparing the data of the ranks of one model group, which together hold one replica of the model.
+"""Comparing the data of the ranks of one model group (tensor x pipeline x context), which are given the same samples.
 
 Each of these ranks computes a part of the same forward: a shard of each layer, or one stage. If they are given
 different batches, the parts do not belong together, and training goes wrong without an error. So the first batches of
@@ -37,7 +37,7 @@ NUM_COMPARED = 3
 NAMED = 4
 """The most ranks, and the most differences, that a message lists."""
 SAME_BATCH = (
-    "The ranks of a model group hold one replica of the model, and need the same batch: use the loader that initialize "
+    "The ranks of a model group train on the same samples, and need the same batch: use the loader that initialize "
     "returns, or the trainer prepares, or a sampler with num_replicas=context.dp.size, rank=context.dp.rank"
 )
 

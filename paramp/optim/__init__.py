@@ -1,1 +1,1 @@
-"""From gradients to new weights: loss scaler, gradient norm, flat buffers, masters, ZeRO, the optimizer step."""
+"""From scaled gradients to new weights: flat buffers, masters, ZeRO, the optimizer step."""

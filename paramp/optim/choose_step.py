@@ -76,17 +76,17 @@ class PlainStep:
         self._weights = weights
         self._state = state
 
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+    def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`FusedStep.__call__`."""
-        if bool(found_inf):
+        if bool(skip):
             self._weights.changes.postpone()
             return
         for param, stepped in self._weights.pairs():
             gradient = param.stepped_gradient.view(stepped.shape)
             if gradient.dtype is stepped.dtype and gradient.dtype.itemsize >= 4:
-                gradient.div_(grad_scale)
+                gradient.div_(divisor)
             else:  # in half precision the scale may overflow
-                exact = gradient.float().div(grad_scale)
+                exact = gradient.float().div(divisor)
                 gradient = gradient.copy_(exact) if gradient.dtype is stepped.dtype else exact.to(stepped.dtype)
             if param in absent:
                 stepped.grad = None

@@ -153,11 +153,11 @@ class FusedStep:
         self._sizes_at_first = self._sizes()
         optimizer.register_load_state_dict_post_hook(lambda _: self.state_loaded())
 
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
-        """Step every parameter but ``absent``, with its gradient divided by ``grad_scale``, unless ``found_inf`` is 1.
+    def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+        """Step every parameter but ``absent``, with its gradient divided by ``divisor``, unless ``skip`` is 1.
 
         Args:
-            grad_scale, found_inf: 0-dim on the device, float64 and float32; the second is 0 or 1.
+            divisor, skip: 0-dim on the device, float64 and float32; the second is 0 or 1.
         """
         self._check_unchanged()
         current = self._step_ranges.without(absent)
@@ -168,18 +168,16 @@ class FusedStep:
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
-        self._run(ranges, grad_scale, found_inf, compare=self._weights.changes.due)
+        self._run(ranges, divisor, skip, compare=self._weights.changes.due)
         if self._kernel.counts_steps:
-            self._steps.sub_(counted * found_inf)  # undo it if the kernels skipped the step: the host does not know
+            self._steps.sub_(counted * skip)  # undo it if the kernels skipped the step: the host does not know
         if self._weights.is_partitioned:
             self._weights.gather_weights()
 
-    def _run(
-        self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
-    ) -> None:
+    def _run(self, ranges: Sequence[StepRange], divisor: torch.Tensor, skip: torch.Tensor, *, compare: bool) -> None:
         """``compare``: weights may have been changed in place (:meth:`Masters.read`)."""
         device = self._steps.device.type
-        scale = (grad_scale.reciprocal() if device == "cpu" else grad_scale).float()
+        scale = (divisor.reciprocal() if device == "cpu" else divisor).float()
         for step_range in ranges:
             options = self._optimizer.param_groups[step_range.group]
             names = self._kernel.states(options)
@@ -191,10 +189,10 @@ class FusedStep:
                 master = block.masters.read(ALL, self._scratch, compare=compare)
                 wide = torch.promote_types(master.dtype, torch.float32)
                 master_in = self._widened("master", master, wide)
-                gradient_in, divisor = self._gradient_in(block.gradient, wide, grad_scale, scale)
+                gradient_in, left = self._gradient_in(block.gradient, wide, divisor, scale)
                 state = {name: block.state[name] for name in names}
                 state_in = {name: self._widened(name, value, wide) for name, value in state.items()}
-                update(master_in, gradient_in, state_in, grad_scale=divisor, found_inf=found_inf)
+                update(master_in, gradient_in, state_in, grad_scale=left, found_inf=skip)
                 block.store_state(state, state_in)
                 block.masters.write_stepped(ALL, master_in, self._scratch)
 

@@ -157,7 +157,7 @@ class Precision:
             allowed = "'full', because the mode has no masters; 16-naive, bf16-naive and O2 have"
             is_default = masters == "full"
             require(is_default or bool(self.masters), "masters", masters, f"{allowed} (this is {self.name})")
-            changes["masters"] = bool(self.masters) if is_default else "remainder"
+            changes["masters"] = bool(self.masters) if is_default else masters
         if grad_dtype is not None:
             dtype, half = as_dtype("grad_dtype", grad_dtype), self.weights.itemsize < 4
             allowed = f"{self.weights} or torch.float32" if half else f"{self.weights}"

@@ -1,1 +1,1 @@
-"""The command line and the train script's tools."""
+"""The command line, the log of a run, its page and plots, verify and doctor."""

@@ -41,7 +41,7 @@ SELECTION = [
         "tests/checkpoint/test_resume.py",
     ),
     *("tests/launch/test_corpus.py", "tests/data/test_dataloader.py"),
-    *("tests/distributed/test_collectives.py", "tests/distributed/test_from_mesh.py"),
+    *("tests/base/test_collectives.py", "tests/distributed/test_from_mesh.py"),
     *(
         "tests/distributed/test_process_groups.py",
         "tests/engine/test_engine.py",

@@ -70,30 +70,28 @@ class CompiledStep(FusedStep):
         self._kernels: dict[Variant, Callable[..., None] | None] = {}
         weights.changes.leave_out(weights.buffers)
 
-    def _run(
-        self, ranges: Sequence[StepRange], grad_scale: torch.Tensor, found_inf: torch.Tensor, *, compare: bool
-    ) -> None:
+    def _run(self, ranges: Sequence[StepRange], divisor: torch.Tensor, skip: torch.Tensor, *, compare: bool) -> None:
         if not ranges:  # of this optimizer, another stage or data rank has the parameters
             return
-        if self._on_cpu and found_inf:  # known without a wait; masters follow changed weights in the next step
+        if self._on_cpu and skip:  # known without a wait; masters follow changed weights in the next step
             return
         if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on
-            super()._run(ranges, grad_scale, found_inf, compare=True)
+            super()._run(ranges, divisor, skip, compare=True)
             return
-        skip = None if self._on_cpu else found_inf.bool()
-        rows = self._coefficients(ranges, grad_scale)
+        flag = None if self._on_cpu else skip.bool()
+        rows = self._coefficients(ranges, divisor)
         by_dtype = {dtype: rows.to(dtype).unbind() for dtype in (torch.float32, torch.float64)}
         for index, step_range in enumerate(ranges):
             kernel = self._kernel_for(step_range)
             if kernel is None:
-                super()._run([step_range], grad_scale, found_inf, compare=True)
+                super()._run([step_range], divisor, skip, compare=True)
                 continue
             row = by_dtype[torch.promote_types(step_range.buffer.masters.dtype, torch.float32)][index]
             names = self._names(step_range)
             in_blocks = self._on_cpu and isinstance(step_range.buffer.masters, RemainderMasters)
             size = loop_block_sizes.STEP_BLOCK["cpu"] if in_blocks else step_range.length
             for block in self._in_blocks(step_range, size):
-                self._compiled_block(kernel, block, names, row, skip)
+                self._compiled_block(kernel, block, names, row, flag)
 
     def _compiled_block(
         self,
@@ -144,7 +142,7 @@ class CompiledStep(FusedStep):
             self._kernels[variant] = kernel if is_right else None
         return self._kernels[variant]
 
-    def _coefficients(self, ranges: Sequence[StepRange], grad_scale: torch.Tensor) -> torch.Tensor:
+    def _coefficients(self, ranges: Sequence[StepRange], divisor: torch.Tensor) -> torch.Tensor:
         """The coefficients of each range, one row each; float64 on the device, without a wait for it."""
         groups = [self._optimizer.param_groups[one.group] for one in ranges]
         rows = tuple((*self._family.options(group), -1.0 if group["maximize"] else 1.0) for group in groups)
@@ -158,7 +156,7 @@ class CompiledStep(FusedStep):
         if self._first is None or self._first[0] != first:
             self._first = first, self._to_device(torch.tensor(first))
         steps = self._steps[self._first[1]].double()
-        scale = options[:, -1] / grad_scale
+        scale = options[:, -1] / divisor
         return torch.stack([scale, *self._family.coefficients(options[:, :-1], steps)], 1)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:

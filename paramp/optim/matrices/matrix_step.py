@@ -37,18 +37,18 @@ class MatrixStep:
         self._exchange = weights.exchange
 
     @torch.no_grad()
-    def __call__(self, grad_scale: torch.Tensor, found_inf: torch.Tensor, absent: Sequence[FlatParam]) -> None:
+    def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`~paramp.optim.fused_step.FusedStep.__call__`."""
-        if bool(found_inf):  # the host waits
+        if bool(skip):  # the host waits
             self._weights.changes.postpone()
             return
         compare = self._weights.changes.due
         params, stay, owned = self._exchange.params, self._exchange.stay, self._exchange.owned
         masters = [param.buffer.masters.read(param.own_range, compare=compare) for param in params]
         staying = [param.buffer.masters.read(param.own_range, compare=compare) for param in stay]  # what is stepped
-        gradients = dict(zip(stay, self._unscaled(stay, grad_scale), strict=True))
+        gradients = dict(zip(stay, self._unscaled(stay, divisor), strict=True))
         if params:
-            gradients |= self._exchange.to_owners(self._unscaled(params, grad_scale))
+            gradients |= self._exchange.to_owners(self._unscaled(params, divisor))
             for param, value in self._exchange.to_owners(masters).items():
                 owned[param].data = value
         for param, stepped in self._exchange.pairs():
@@ -70,13 +70,13 @@ class MatrixStep:
             param.buffer.masters.write(param.own_range, master)
         self._weights.gather_weights()
 
-    def _unscaled(self, params: Sequence[FlatParam], grad_scale: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank holds of each gradient, divided by ``grad_scale``; in the dtype of the optimizer's state."""
+    def _unscaled(self, params: Sequence[FlatParam], divisor: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank holds of each gradient, divided by ``divisor``; in the dtype of the optimizer's state."""
         unscaled = []
         for param in params:
             gradient = param.stepped_gradient
             wide = torch.promote_types(gradient.dtype, torch.float32)  # in half precision the scale may overflow
-            unscaled.append(gradient.to(wide).div(grad_scale).to(param.buffer.masters.dtype))
+            unscaled.append(gradient.to(wide).div(divisor).to(param.buffer.masters.dtype))
         return unscaled
 
     def state_loaded(self) -> None:
