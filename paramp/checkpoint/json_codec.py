@@ -35,6 +35,8 @@ def encode(value: Any, name: str = "value") -> Any:
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
+    if isinstance(value, np.bool_):
+        return bool(value)
     if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)):

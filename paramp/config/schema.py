@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -29,6 +31,8 @@ COMPILE_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "options": ("a table of the backend's options, or None", lambda value: isinstance(value, Mapping | None)),
 }
 """The options of ``torch.compile`` that the key ``compile`` takes: what is allowed, and whether a value is."""
+ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+"""In the ``repr`` of an object that has none of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +237,14 @@ def _storage(precision: Precision) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it; an object of another type, in the user's own keys, as a string."""
+    """``value`` as JSON can hold it; an object of another type, the user's own or the compiler's, as a string.
+
+    Ranks that make an object alike have the same string.
+    """
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     small = isinstance(value, int) and abs(value) < 2**63  # a bool, too
-    return value if small or isinstance(value, (str, float, type(None))) else one_line(shown(value))
+    if small or isinstance(value, (str, float, type(None))):
+        return value
+    named = isinstance(value, FunctionType | type)
+    return one_line(f"{value.__module__}.{value.__qualname__}" if named else ADDRESS.sub("", shown(value)))

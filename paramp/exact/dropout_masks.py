@@ -1,7 +1,8 @@
 """Dropout masks that depend on where an element is in the unsharded global batch, not on the layout.
 
-The mask of a sample is drawn as a whole, from a seed made of the run's seed, the step, the call, the module's name, the
-number of the draw in it, and the sample's index in the global batch. A rank takes its part.
+The mask of a sample is drawn as a whole, from a seed made of the run's seed, a later engine's number in its context,
+the step, the call, the module's name, the number of the draw in it, and the sample's index in the global batch. A rank
+takes its part.
 """
 
 from __future__ import annotations

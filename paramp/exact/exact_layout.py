@@ -22,7 +22,7 @@ class ExactLayout:
     """How layers and batches are cut, the same in every layout, and what this rank has of it."""
 
     seed: int
-    """The run's seed."""
+    """The run's seed; of a later engine in a context, one made of it and the engine's number."""
     microchunk: int
     """Samples that one forward takes."""
     slices: int

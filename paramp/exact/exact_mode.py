@@ -19,6 +19,7 @@ from ..config.reproducible import Reproducible, check_data_ranks
 from ..config.schema import Config
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
+from ..distributed.rng import derive_seed
 from ..engine.accumulation_window import AccumulationWindow
 from ..engine.state.model_tensors import ParamChunks
 from ..optim.choose_step import why_not_fused
@@ -31,7 +32,7 @@ from ..pipeline.stage import Stages
 from .dropout_masks import Masks
 from .exact_function_mode import ExactFunctions
 from .exact_layout import ExactLayout, Position, SequenceSlices
-from .exact_model_checks import check_buffers, check_modules, check_ties
+from .exact_model_checks import check_buffers, check_modules, check_stages, check_ties
 from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
 from .microchunk_gradients import MicrochunkGradients, ShardedMicrochunkGradients
@@ -104,8 +105,9 @@ class ExactNumerics(Numerics):
         tensor, config = context.tensor_axis, self._config
         group = tensor.group if tensor.size > 1 else None
         sequence_parallel = config.parallel.sequence_parallel
+        seed, number = context.config.seed, context.num_engines  # of the engine under construction
         layout = ExactLayout(
-            seed=context.config.seed,
+            seed=derive_seed(seed, "engine", number) if number else seed,
             microchunk=self._how.chunk,
             slices=self._how.slices,
             tensor_group=group,
@@ -150,10 +152,15 @@ class ExactNumerics(Numerics):
     def watch(
         self, all_stages: Sequence[nn.Module], local: Sequence[nn.Module], styles: Mapping[str, ParallelStyle]
     ) -> None:
-        """Watch what the stages call of torch."""
+        """Watch what the stages call of torch.
+
+        Raises:
+            ConfigError: several stages have a trained parameter under one name.
+        """
         from ..parallel.tensor.styles import ScatterSequence
         from .exact_cross_entropy import cross_entropy  # imports DTensor
 
+        check_stages(all_stages)
         names: dict[nn.Module, str] = {}
         stages_of: defaultdict[str, set[int]] = defaultdict(set)
         for index, stage in enumerate(all_stages):

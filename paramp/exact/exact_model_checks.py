@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -48,6 +48,21 @@ def check_ties(model: nn.Module) -> None:
             raise ConfigError(
                 f"reproducible: {' and '.join(names)} are one parameter with hooks, which would run on the gradient of "
                 "its first use only; remove them"
+            )
+
+
+def check_stages(stages: Sequence[nn.Module]) -> None:
+    """Raise a ConfigError for a trained parameter that several pipeline stages have under one name.
+
+    Its gradient is the sum of those of the stages, where one process first adds up the uses in each microchunk.
+    """
+    parameters = (pair for stage in stages for pair in stage.named_parameters(remove_duplicate=False))
+    for name, count in Counter(name for name, parameter in parameters if parameter.requires_grad).items():
+        if count > 1:
+            raise ConfigError(
+                f"reproducible: {count} pipeline stages use {name!r}, expected one for each name, because the order in "
+                "which the gradients of its uses are added depends on the stages; use a second module and tie its "
+                "parameters, or split where one stage has all uses (parallel.pipeline.split)"
             )
 
 

@@ -47,7 +47,7 @@ def test_tensors_and_numpys_come_back():
     assert (back[1] == state[1]).all()
     largest = torch.arange(2**16).to(torch.uint8)  # a byte more is refused
     assert torch.equal(there_and_back(largest), largest)
-    assert (encode(np.float32(0.5)), encode(np.int64(3))) == (0.5, 3)
+    assert (encode(np.float32(0.5)), encode(np.int64(3)), encode(np.True_)) == (0.5, 3, True)
     assert math.isnan(there_and_back(float("nan")))
 
 

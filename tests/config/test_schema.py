@@ -350,6 +350,21 @@ def test_flatten_gives_plain_values_for_objects_of_any_type():
     assert flat["OWN"] == ["tensor([0.])", [1, "torch.float16"], "x"]
     assert flat["TABLE.inner"] == "{1, 2}"
     assert flat["BIG"].startswith("a value of the type int (")
+    assert flat["LONG"] == "builtins.object"
+
+
+def test_objects_that_ranks_make_alike_are_equal_in_their_configurations():
+    def make():
+        def backend(graph, inputs):
+            return graph.forward
+
+        return backend
+
+    def found(backend):
+        return flatten(Config(compile={"backend": backend}))["compile.backend"]
+
+    assert found(make()) == found(make()) == f"{__name__}.{make.__qualname__}.<locals>.backend"
+    assert found(functools.partial(make())) == found(functools.partial(make())) != found(functools.partial(make))
 
 
 def test_a_configuration_is_frozen_and_may_be_made_directly():

@@ -1,12 +1,13 @@
 """What a checkpoint brings back beside weights and optimizer, and tensors that are unusual in one."""
 
+import functools
 import math
 
 import pytest
 import torch
 from beside_plain import seeded
 from pool import on_ranks, shared_folder
-from small_engines import engine_of, train_step
+from small_engines import assert_same_tensors, engine_of, train_step
 from torch import nn
 
 import paramp
@@ -115,23 +116,38 @@ def test_a_tensor_that_a_hook_adds_is_refused_at_the_save(world):
 class Tied(nn.Module):
     """Two layers of one weight, registered in either order, so that it is first found under one name or the other."""
 
-    def __init__(self, names):
+    def __init__(self, names, tied=True):
         super().__init__()
         for name in names:
             setattr(self, name, nn.Linear(4, 4, bias=False))
-        self.b.weight = self.a.weight
+        if tied:
+            self.b.weight = self.a.weight
 
     def forward(self, x):
         return self.a(x) + self.b(x)
 
 
-def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
-    with paramp.launch_from_torch({}):
-        engine, other = (start(lambda *_, names=names: Tied(names)) for names in ("ab", "ba"))
-        step(engine)
-        engine.save(tmp_path / "saved")
+@pytest.mark.parametrize("optimizer", [functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW])
+def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path, optimizer):
+    with paramp.launch_from_torch({"ema": {"decay": 0.5}}):
+        models = (functools.partial(Tied, names, tied) for names, tied in (("ab", True), ("ba", True), ("ab", False)))
+        engine, other, untied = (start(lambda *_, make=make: make(), optimizer=optimizer) for make in models)
+        for one, path in (engine, tmp_path / "saved"), (untied, tmp_path / "untied"):
+            step(one)
+            one.save(path)
         other.load(tmp_path / "saved", weights_only=True)
         assert torch.equal(engine.module.a.weight, other.module.a.weight)
+        other.load(tmp_path / "saved")
+        for _ in range(2):
+            for one in (engine, other):
+                step(one, 2.0)
+            assert torch.equal(engine.module.a.weight, other.module.a.weight)
+        assert_same_tensors(other.ema.full_state_dict(), engine.ema.full_state_dict())
+        with pytest.raises(paramp.CheckpointError, match=r"^b\.weight and a\.weight are two parameters in the checkp"):
+            other.load(tmp_path / "untied")
+        assert torch.equal(engine.module.a.weight, other.module.a.weight)
+        other.load(tmp_path / "untied", weights_only=True)
+        assert torch.equal(other.module.a.weight, untied.module.b.weight)
 
 
 def test_a_load_drops_the_gradients_of_a_window_that_was_begun(tmp_path):

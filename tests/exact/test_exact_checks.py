@@ -1,5 +1,7 @@
 """What ``initialize`` refuses under ``reproducible=True``, by name: modules, ties, layers and styles."""
 
+import contextlib
+
 import pytest
 import torch
 from pool import on_ranks
@@ -79,6 +81,28 @@ class Scale(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(32))
+
+
+class Shared(nn.Module):
+    """A layer that is called before and behind another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.mid, self.head = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.head(self.shared(self.mid(self.shared(x))))
+
+
+@on_ranks(2)
+def test_a_module_that_several_stages_call_is_refused_on_every_rank(world):
+    for split, trained in ("mid", True), ("mid", False), ("head", True):
+        model, refused = Shared(), contextlib.nullcontext()
+        model.shared.requires_grad_(trained)
+        if split == "mid" and trained:
+            refused = pytest.raises(paramp.ConfigError, match=r"2 pipeline stages use 'shared\.weight'.* second module")
+        with refused:
+            start(model, plan={}, parallel={"pipeline": {"size": 2, "split": [split]}})
 
 
 @on_ranks(2)

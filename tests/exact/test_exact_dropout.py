@@ -82,6 +82,23 @@ def test_a_mask_is_drawn_from_the_seed_of_its_place():
             assert torch.equal(values, 2.0 * (torch.rand(64, generator=generator) >= 0.5)), (forward, sample)
 
 
+class Records(nn.Linear):
+    def forward(self, x):
+        self.seen = x
+        return super().forward(x)
+
+
+def test_a_second_engine_has_masks_of_its_own():
+    with paramp.launch_from_torch({"reproducible": True, "seed": 5}):
+        engines = [engine_of(nn.Sequential(nn.Dropout(0.5), Records(64, 64))) for _ in range(2)]
+        for engine in engines:
+            engine.forward_backward(torch.ones(1, 64), torch.ones(1, 64))
+    first, second = (engine.module[1].seen for engine in engines)
+    generator = torch.Generator().manual_seed(derive_seed(5, 0, 0, "0", 0, 0, 0))
+    assert torch.equal(first, 2.0 * (torch.rand(1, 64, generator=generator) >= 0.5))
+    assert not torch.equal(first, second)
+
+
 @of_each_dtype
 def test_the_rate_and_the_scale_are_torchs(dtype):
     x = torch.randn(2, 50000).to(dtype).requires_grad_()

@@ -10,8 +10,9 @@
 ``random.rank.PP.DP.TP.I``                the default streams of a rank: torch's, Python's, NumPy's
 ========================================  ==============================================================================
 
-A parameter that has several names is saved under its first name in the whole model. Half-precision weights with masters
-are not saved: they are the rounded masters. In addition to these chunks, plain values equal on all ranks are saved.
+A parameter that has several names is saved under its first name in the whole model, and found under any of them.
+Half-precision weights with masters are not saved: they are the rounded masters. In addition to these chunks, plain
+values equal on all ranks are saved.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler
 from ..accumulation_window import AccumulationWindow
-from ..moving_averages_of_weights import WeightAverages
+from ..moving_averages_of_weights import EMA, WeightAverages
 from ..step import OptimizerStep
 from .model_tensors import ModelTensors, ParamChunks
-from .optimizer_state import OptimizerState
+from .optimizer_state import OPTIMIZER, OptimizerState
 from .random_streams import RandomStreams, saved_layout
 
 
@@ -103,9 +104,10 @@ class TrainingState:
             self._saver.finish()
             group = self._saver.group
             with open_together(path, group, check=check) as checkpoint:
-                header = self._by_first_names(checkpoint.header)
+                everything = not weights_only and not checkpoint.header.only_weights
+                header = self._by_first_names(checkpoint.header, everything=everything)
                 fill = functools.partial(read, checkpoint, header=header, group=group)
-                self._load(fill, header, everything=not weights_only and not header.only_weights)
+                self._load(fill, header, everything=everything)
 
     def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
@@ -141,13 +143,38 @@ class TrainingState:
         averages = () if self._averages is None else self._averages.chunks()
         return [*self._model.chunks(), *averages, *self._optimizer.chunks(), *self._random.chunks()], values
 
-    def _by_first_names(self, header: Header) -> Header:
-        """``header`` with each parameter under its first name, if it was saved under another one."""
+    def _by_first_names(self, header: Header, *, everything: bool) -> Header:
+        """``header`` with each parameter, its average and its state under its first name, whatever name they have.
+
+        Raises:
+            CheckpointError: with ``everything``, one parameter is two in the checkpoint, each with its own state.
+        """
         tensors = dict(header.tensors)
+        saved_as: dict[str, str] = {}  # a parameter's first name -> its name in the checkpoint
         for name, first in self._first_names.items():
-            if name != first and (other := tensors.pop(f"{MODEL}{name}", None)) is not None:
-                tensors.setdefault(f"{MODEL}{first}", other)
-        return replace(header, tensors=tensors)
+            if f"{MODEL}{name}" not in tensors:
+                continue
+            if (saved := saved_as.setdefault(first, name)) == name:
+                continue
+            if everything:
+                raise CheckpointError(
+                    f"{saved} and {name} are two parameters in the checkpoint, but one in the model, which ties them; "
+                    "load a checkpoint of this model, or pass weights_only=True, which takes the first"
+                )
+            del tensors[f"{MODEL}{name}"]  # as files of weights have each name of a tied one
+        first_of = {saved: first for first, saved in saved_as.items()}
+
+        def renamed(name: str) -> str:
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+                return f"{OPTIMIZER}{first_of.get(parameter, parameter)}.{key}"
+            for prefix in (MODEL, EMA):
+                if name.startswith(prefix):
+                    parameter = name.removeprefix(prefix)
+                    return f"{prefix}{first_of.get(parameter, parameter)}"
+            return name
+
+        return replace(header, tensors={renamed(name): stored for name, stored in tensors.items()})
 
     def _load_scaler(self, saved: dict[str, Any], mode: str | None) -> None:
         """From another mode only scale and counters, and only if both modes change the scale."""
