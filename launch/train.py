@@ -53,7 +53,6 @@ from paramp.engine.signals import StopRequest
 from paramp.observe.timeline import Timeline
 from paramp.tools.metrics import set_aside
 from paramp.tools.plot import check_matplotlib, plot_histogram
-from paramp.tools.run_events import TRACES
 
 
 def main() -> int:
@@ -324,8 +323,7 @@ def report(run: Run, record: dict[str, Any], timeline: Timeline | None) -> None:
     """Log a step: its record, and its timeline and evaluation if there are any."""
     run.reporter.step(record)
     if timeline is not None:
-        run.reporter.record(record["step"], timeline)
-        trace = user_path(str(run.job.log_dir)) / TRACES / f"step-{record['step']}.json"
+        trace = run.reporter.record(record["step"], timeline)
         run.reporter.say(f"{timeline.describe()}; {trace}")
     if "val_loss" in record:
         baseline = "" if run.baseline is None else f" (a byte-bigram model: {run.baseline:.4f})"

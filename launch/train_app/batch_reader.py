@@ -155,11 +155,12 @@ class Batches:
 def held_out_loss(engine: Engine, job: TrainConfig, corpus: Corpus) -> float:
     """Mean loss of the held-out sequences, in nats per token; the same sequences in every layout.
 
+    Their number is rounded up to whole global batches, which do not depend on the accumulation.
     Raises a DataError on every rank if the data cannot be read any more.
     """
-    axis = engine.context.dp
-    batch = job.batch_size // engine.context.config.gradient_accumulation
-    rounds, size = math.ceil(job.eval_sequences / batch), batch // axis.size
+    axis, accumulation = engine.context.dp, engine.context.config.gradient_accumulation
+    batch = job.batch_size // accumulation
+    rounds, size = math.ceil(job.eval_sequences / job.batch_size) * accumulation, batch // axis.size
     windows, failure = [], None
     try:
         for index in range(rounds):

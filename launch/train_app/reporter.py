@@ -151,10 +151,9 @@ class Reporter:
         minutes, seconds = divmod(round(speed * (self._total - step)), 60)
         return f"{minutes}:{seconds:02} left"
 
-    def record(self, step: int, finding: Finding) -> None:
+    def record(self, step: int, finding: Finding) -> Path | None:
         """Write what an observation of ``step`` found, as :meth:`paramp.Metrics.record`."""
-        if self._metrics is not None:
-            self._metrics.record(step, finding)
+        return None if self._metrics is None else self._metrics.record(step, finding)
 
     def __enter__(self) -> Reporter:
         return self

@@ -73,7 +73,7 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between evaluations; the last step is always followed by one."""
     eval_sequences: int = 64
-    """Held-out sequences of an evaluation; always the same ones."""
+    """Held-out sequences of an evaluation, rounded up to a multiple of ``batch_size``; always the same ones."""
     checkpoint_dir: str | None = None
     """The folder of checkpoints (:mod:`paramp.engine.checkpoint_manager`). The last step is always saved."""
     checkpoint_every: int | None = None

@@ -183,8 +183,11 @@ class SharedGradScaler(DistributedGradScaler):
         return super().state_dict() if self._scales else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
-        if self._scales:
+        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``.
+
+        An empty one, of a run without loss scaling, leaves the scale as it is.
+        """
+        if self._scales and state_dict:
             self._scaled = False
             self._before = None
             for known in (self._stepped, self._unscaled, self._per_optimizer_states):

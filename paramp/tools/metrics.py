@@ -105,7 +105,7 @@ class Metrics:
             for hook in self._hooks:
                 hook({name: value for name, value in plain.items() if isinstance(value, int | float)}, step)
 
-    def record(self, step: int, finding: Finding) -> None:
+    def record(self, step: int, finding: Finding) -> Path | None:
         """Write what an observation of ``step`` found.
 
         Args:
@@ -113,19 +113,24 @@ class Metrics:
                 ``gradient_histogram``; the timeline of ``engine.recording()``, whose Chrome trace is written too; or
                 the list of ``check_replicas``, where an empty one says that replicas are equal.
 
+        Returns:
+            The file of the Chrome trace, if one was written.
+
         Raises:
             ConfigError: it is something else, ``step`` is no whole number, or the log is closed; on every rank.
         """
         self._check_open()
         step = _as_step(step)
         event = event_of(step, finding)
+        path = None
         if self._files:
             if "trace" in event:
-                path = self._folder / TRACES / f"step-{step}.json"
+                path = free_path(self._folder / TRACES / f"step-{step}.json")
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(json.dumps(event.pop("trace")) + "\n", encoding="utf-8")
                 event["file"] = f"{TRACES}/{path.name}"
             self._write_event(event)
+        return path
 
     def _checked(self, where: str, name: str, value: Any) -> Any:
         """``value`` as JSON has it; a ConfigError, which begins with ``where``, if a reader could not use it."""
@@ -215,11 +220,11 @@ def _continued(path: Path, resumed_at: int | None) -> TextIO:
 def _lines_up_to(path: Path, step: int) -> list[str]:
     """The lines of the steps up to ``step``, and those of launches; an incomplete last line is dropped."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
             if record.get("event") in ("launch", "end") or record["step"] <= step:
-                kept.append(line)
+                kept.append(line + "\n")
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return kept
@@ -228,8 +233,14 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
 def set_aside(path: Path) -> Path:
     """Return ``path``, after renaming an existing file to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
     if path.exists():
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(aside)
+        path.rename(free_path(path))
     return path
+
+
+def free_path(path: Path) -> Path:
+    """``path``, or if it exists the first of ``metrics.1.jsonl``, ``metrics.2.jsonl``, ... that does not."""
+    free, number = path, 0
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.stem}.{number}{path.suffix}")
+    return free

@@ -321,6 +321,9 @@ def test_disabled_loss_scaling_skips_a_gradient_that_is_not_finite():
     scaler.step(optimizer)
     assert (scaler.num_skipped, scaler.get_scale(), scaler.state_dict()) == (1, 1.0, {})
     assert weight.tolist() == [1.0, 1.0]
+    plugin = paramp.FabricPrecision(SCALED)  # in a run that goes on from one without a scale
+    plugin.load_state_dict(paramp.FabricPrecision("bf16-mixed").state_dict())
+    assert plugin.loss_scale == SCALE
 
 
 def test_a_scale_that_is_set_takes_the_place_of_what_the_steps_before_make_of_it():

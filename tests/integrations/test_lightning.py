@@ -300,14 +300,23 @@ def test_what_the_plugin_refuses(world):
 
 @on_ranks(2)
 def test_a_run_resumes_in_another_mode_from_its_masters(world):
-    """After a fit the parameters are the masters, in fp32, and the plugin releases the optimizer."""
+    """After a fit the parameters are the masters, in fp32, and the plugin releases the optimizer.
+
+    The scale begins as it was saved, if it was.
+    """
     folder, begun = shared_folder(), {}
 
     class Resumed(trained_module()):
         def on_train_start(self):
             begun.update({name: value.clone() for name, value in self.state_dict().items()})
 
-    for before, after in (("O2", "16-mixed"), ("16-mixed", "16-naive"), ("16-naive", "32-true")):
+    for before, after, scale in (
+        ("O2", "16-mixed", SCALE / 2),
+        ("16-mixed", "16-naive", SCALE / 2),
+        ("16-naive", "32-true", 1.0),
+        ("bf16-naive", "16-naive", SCALE),
+        ("bf16-naive", "16-mixed", SCALE),
+    ):
         path = folder / f"{before}-{world.rank}"
         module = trained_module()()
         trainer = fit(module, MODES[before][0], "auto", 1, max_epochs=1)
@@ -320,8 +329,10 @@ def test_a_run_resumes_in_another_mode_from_its_masters(world):
         gc.collect()
         assert plugin.num_skipped == 1
         assert held() is None
-        fit(Resumed(seed=9), MODES[after][0], "auto", 1, ckpt_path=path)
+        resumed = Resumed(seed=9)
+        fit(resumed, MODES[after][0], "auto", 1, ckpt_path=path)
         torch.testing.assert_close(begun, dict(saved), rtol=0, atol=0)
+        assert resumed.scales[0] == scale
 
 
 def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():

@@ -7,12 +7,13 @@ import re
 import sys
 import sysconfig
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_token_files import megatron
-from train_app import text_to_tokens, token_sources
+from train_app import batch_reader, text_to_tokens, token_sources
 from train_app.corpus import bigram_loss, held_out_windows, load_corpus, sample_offsets, training_windows
 from train_app.settings import TrainConfig
 
@@ -89,6 +90,24 @@ def test_held_out_windows_cover_the_data_from_start_to_end(tmp_path):
     x, y = held_out_windows(load_corpus(str(tmp_path)).held_out, 10, 0, 4, 4)
     assert x[:, 0].tolist() == [0, 30, 60, 90]
     assert y[-1, -1] == 100
+
+
+def test_the_held_out_sequences_are_the_same_with_accumulation_and_on_data_ranks(tmp_path, monkeypatch):
+    """Two batches of 48, for 64 sequences."""
+    monkeypatch.setattr(batch_reader, "raise_on_all_ranks", lambda context, failure: None)
+    corpus = corpus_of(tmp_path, {"t.bin": numbers(10_000)}, "t.bin", vocab_size=10_000)
+    job = TrainConfig(seq_len=8, batch_size=48, eval_sequences=64)
+
+    def evaluated(ranks, accumulation):
+        firsts, config = [], SimpleNamespace(gradient_accumulation=accumulation)
+        for rank in range(ranks):
+            context = SimpleNamespace(dp=SimpleNamespace(size=ranks, rank=rank), config=config)
+            engine = SimpleNamespace(context=context, evaluate=lambda x, y: firsts.extend(x[:, 0].tolist()) or 1.0)
+            assert batch_reader.held_out_loss(engine, job, corpus) == 1.0
+        return sorted(firsts)
+
+    expected = held_out_windows(corpus.held_out, 8, 0, 96, 96)[0][:, 0].tolist()
+    assert [evaluated(*layout) for layout in ((2, 1), (4, 1), (1, 2), (2, 3))] == [expected] * 4
 
 
 def test_the_bigram_loss_equals_hand_arithmetic(tmp_path, monkeypatch):

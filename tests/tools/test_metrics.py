@@ -21,19 +21,29 @@ from paramp.tools.read_run import read_run
 
 
 def test_a_loop_writes_metrics_of_its_own(tmp_path):
-    folder = tmp_path / "new" / "run"
+    folder, traces = tmp_path / "new" / "run", []
     for resumed_at in (None, 2):
         with Metrics(folder, resumed_at=resumed_at) as metrics:
             for step in range((resumed_at or 0) + 1, 4):
                 metrics.write(step, loss=torch.tensor(0.5), grad_norm=math.inf, accuracy=step / 4, skipped=0)
+            traces += [metrics.record(3, TIMELINE) for _ in range(2)]
     run = read_run(folder)  # as `paramp plot` does
     assert run.records == [
         {"step": step, "loss": 0.5, "grad_norm": None, "accuracy": step / 4, "skipped": 0} for step in (1, 2, 3)
     ]
     assert len((folder / "metrics.1.jsonl").read_text().splitlines()) == 3
+    assert [path.name for path in traces] == ["step-3.json", "step-3.1.json", "step-3.2.json", "step-3.3.json"]
+    for name, written in (("events.1.jsonl", traces[:2]), ("events.jsonl", traces[2:])):
+        assert [folder / event["file"] for event in events(folder, name) if event["event"] == "trace"] == written
+
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().rstrip("\n"))
+    with Metrics(folder, resumed_at=3) as metrics:
+        metrics.write(4, loss=0.5)
+    assert [record["step"] for record in read_run(folder).records] == [1, 2, 3, 4]
+
     with Metrics(tmp_path / "none", enabled=False) as metrics:
         metrics.write(1, loss=0.5)
-        metrics.record(1, TIMELINE)
+        assert metrics.record(1, TIMELINE) is None
     assert not (tmp_path / "none").exists()
 
 
@@ -50,8 +60,8 @@ DRIFT = Difference("weight", "a", (1,), (0,), "the weight of 'a' on rank 1 diffe
 TIMELINE = Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]])
 
 
-def events(folder):
-    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+def events(folder, name="events.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
