@@ -13,7 +13,8 @@ The order depends only on the run's seed and the epoch, not on a rank's random s
 next epoch, so all ranks have to iterate equally often. ``set_epoch(n)`` sets the next epoch.
 
 Checkpoints hold a loader's :class:`~paramp.data.loader_position.LoaderPosition`: after a resume the next
-``iter(loader)`` continues after the last batch that was yielded, also with another number of data ranks.
+``iter(loader)`` continues after the last batch that was yielded, also with another number of data ranks. That of
+the test loader begins the next epoch, as without the stop.
 """
 
 from __future__ import annotations
@@ -102,8 +103,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     worker_seed = derive_seed(seed, "workers", 0 if iterable else rank)
     changes: dict[str, Any] = {"generator": generator, "_iterator": None}
     if not iterable and not _samplers_that_shard(loader):
-        block = loader.batch_size if consecutive and type(loader.batch_sampler) is BatchSampler else None
-        options: dict[str, Any] = {"block": block or 1}
+        options: dict[str, Any] = {"block": _batch_size(loader) if consecutive else 1}
         changes |= _sharded_samplers(
             loader, lambda inner, drop: ShardedSampler(inner, rank, size, derive_seed(seed), drop_last=drop, **options)
         )
@@ -113,10 +113,16 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
     samplers = [sampler for sampler in _samplers_that_shard(sharded) if isinstance(sampler, ShardedSampler)]
     sampler = samplers[0] if samplers else None
-    batch_size = sharded.batch_size or 1
+    batch_size = _batch_size(sharded)
     result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size)
     _check_not_empty(result, size)
     return result
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    """The samples of a batch; 1 if the loader does not batch, or is sharded by batch."""
+    batches = loader.batch_sampler  # given as such, it leaves the loader's batch_size None
+    return batches.batch_size if type(batches) is BatchSampler else 1
 
 
 @contextmanager

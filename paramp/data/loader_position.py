@@ -37,6 +37,8 @@ class LoaderPosition:
     """The loader's sampler, which skips items on a resume. None: batches are read and dropped."""
     _items_per_batch: int
     """The sampler's items in one batch."""
+    begins_anew: bool = field(init=False, default=False)
+    """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
     _skip: int = field(init=False, default=0)
     _current: _EpochIterator | None = field(init=False, default=None)
@@ -77,13 +79,16 @@ class LoaderPosition:
         """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
         if self._current is not None:
             self._current.stale = True
-        self._current, self._next = None, state["epoch"]
+        epoch, given = state["epoch"], state["given"]
+        if self.begins_anew and given:
+            epoch, given = epoch + 1, 0
+        self._current, self._next = None, epoch
         if self.sampler is not None:
-            self.sampler.set_epoch(state["epoch"])
-        self._skip, rest = divmod(state["given"], self._unit)
+            self.sampler.set_epoch(epoch)
+        self._skip, rest = divmod(given, self._unit)
         if rest:
             warnings.warn(
-                f"loader: the run had read {state['given']} samples of its epoch, not a multiple of the {self._unit} "
+                f"loader: the run had read {given} samples of its epoch, not a multiple of the {self._unit} "
                 f"that all ranks now read at once; the last {rest} are repeated",
                 stacklevel=2,
             )

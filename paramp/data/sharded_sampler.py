@@ -24,7 +24,7 @@ class ShardedSampler(Sampler[Any]):
     With a ``block``, the ``rank``-th ``block`` items of each ``size`` x ``block``.
 
     ``inner`` draws torch's random numbers from this sampler's own stream, which is equal on all ranks and new in each
-    epoch.
+    epoch. If it has ``set_epoch``, each iteration calls it with the epoch.
     """
 
     inner: Iterable[Any]
@@ -57,6 +57,7 @@ class ShardedSampler(Sampler[Any]):
             self.inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        self.set_epoch(self.epoch)  # inner's too, in every pass, as a load sets it
         seed = derive_seed(self.seed, "samples", self.epoch)
         self.epoch += 1
         skip, self.skip = self.skip, 0

@@ -60,8 +60,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         require(self.keep_best in (None, "min", "max"), "keep_best", self.keep_best, '"min", "max" or None')
-        self._best: Best | None = None
-        self._knows_best = False
+        self._last_saved: Best | None = None  # None also if it was not the best, or its save failed
 
     def due(self, step: int, metric: float | None = None) -> bool:
         """Whether to save after ``step``: in turn, or because ``metric`` is the best so far. Every rank calls it.
@@ -76,11 +75,11 @@ class Checkpoints:
         ``metric`` as for :meth:`due`. After writing, older checkpoints that are not kept are deleted.
         """
         path = self._path / f"step-{step:08d}"
-        if self._is_best(metric):
-            assert metric is not None
-            self._best = Best(step, float(metric), path.name)
-        then = functools.partial(self._saved, step, self._best) if engine.context.is_main else None
+        best = Best(step, float(metric), path.name) if metric is not None and self._is_best(metric) else None
+        then = functools.partial(self._saved, step, best) if engine.context.is_main else None
+        self._last_saved = None
         engine.save(path, wait=wait, then=then)
+        self._last_saved = best
         return path
 
     def newest(self) -> Path | None:
@@ -106,21 +105,25 @@ class Checkpoints:
     def _is_best(self, metric: float | None) -> bool:
         if self.keep_best is None or metric is None or not math.isfinite(metric):
             return False
-        if not self._knows_best:
-            # as rank 0 reads it: other machines may see files of a shared folder later
-            self._best, self._knows_best = _from_rank_0(lambda: _read_best(self._path)), True
-        best = self._best
+        # as rank 0 knows it: other ranks may see files of a shared folder, or that a save failed, later
+        best = _from_rank_0(self._best_so_far)
         return best is None or (metric < best.metric if self.keep_best == "min" else metric > best.metric)
 
+    def _best_so_far(self) -> Best | None:
+        """The last save's, which may not be written yet, if it was the best; else that of ``best.json``."""
+        return self._last_saved or _read_best(self._path)
+
     def _saved(self, saved: int, best: Best | None) -> None:
-        """Record the best checkpoint, and delete old ones."""
-        if best is not None and best.step == saved:
+        """Record the checkpoint of step ``saved`` if it is the ``best`` so far, and delete old ones."""
+        if best is not None:
             partial = self._path / f"{BEST}.partial"
             write_json(partial, best._asdict())
             publish_file(partial, self._path / BEST)  # on the disk before the best one until now is deleted
+        # also that of an earlier process, and not one whose save failed
+        recorded = None if self.keep_best is None else _read_best(self._path)
         before = [(step, path) for step, path in checkpoints_in(self._path) if step <= saved]
         for step, path in before[self.keep_last :]:
-            kept = best is not None and step == best.step
+            kept = recorded is not None and step == recorded.step
             if not kept and (self.keep_every is None or step % self.keep_every):
                 try:
                     remove(path)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..data.dataloader import shard_loaders
-from ..data.loader_position import ShardedLoader
+from ..data.loader_position import ShardedLoader, WithPosition
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
@@ -134,6 +134,8 @@ def initialize(
     numerics = numerics_of(context.config)
     loaders = {"train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
     train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
+    if isinstance(test_dataloader, WithPosition) and test_dataloader is not train_dataloader:
+        test_dataloader.position.begins_anew = True
     model, compile_options = plain_model(model, optimizer, context)
     check_untrained(model, context)
     apply_algorithms(algorithms, model, context.config.precision)

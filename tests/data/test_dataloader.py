@@ -87,6 +87,18 @@ class Shuffled(Sampler):
         return 20
 
 
+class Told(Shuffled):
+    """One whose order is that of the epoch that it was told, as of a ``DistributedSampler``."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
 def epoch(loader, count=None):
     """The first batches of an epoch, or all, as lists of numbers."""
     batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in loader)
@@ -344,6 +356,12 @@ ITSELF = DistributedSampler(Numbers(24), 1, 0, shuffle=False)
 RESUMED = {
     "shuffled": {"dataset": Numbers(24), "shuffle": True},
     "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
+    "a sampler that is told the epoch": {"dataset": Numbers(20), "sampler": Told()},
+    "a batch sampler of torch's": {
+        "dataset": Numbers(24),
+        "batch_size": 1,  # torch's default
+        "batch_sampler": BatchSampler(RandomSampler(Numbers(24)), 2, False),
+    },
     "with workers": {"dataset": Numbers(24), "shuffle": True, "num_workers": 1, **WORKERS},
     "a stream": {"dataset": Stream(24)},
     "a sampler that shards by itself": {"dataset": Numbers(24), "sampler": ITSELF},
@@ -351,13 +369,14 @@ RESUMED = {
 
 
 def resumable(name, size=1, batch_size=2):
-    return on_all(lambda: DataLoader(batch_size=batch_size, **RESUMED[name]), size)
+    return on_all(lambda: DataLoader(**{"batch_size": batch_size} | RESUMED[name]), size)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     whole, stopped, *others, last = (loader for _ in range(5) for loader in resumable(name))
     expected = [epoch(whole) for _ in range(3)]
+    assert (expected[0] == expected[1]) == (name in ("a stream", "a sampler that shards by itself"))
     assert stopped.state_dict() == {"epoch": 0, "given": 0}
     assert epoch(stopped) == expected[0]
     assert stopped.state_dict() == {"epoch": 1, "given": 0}
@@ -415,14 +434,15 @@ def test_skipping_batches_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def consecutive(dataset, batch_size, size, **options):
+def consecutive(dataset, batch_size, size, in_sampler=False, **options):
     """The batches of each rank, where ranks get consecutive parts of each global batch."""
-    loader = DataLoader(dataset, batch_size=batch_size, **options)
+    options |= {"batch_sampler": BatchSampler(dataset, batch_size, False)} if in_sampler else {"batch_size": batch_size}
+    loader = DataLoader(dataset, **options)
     return [list(shard_loader(loader, rank, size, 7, consecutive=True)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("count", [48, 21])
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"drop_last": True}, {"in_sampler": True}])
 def test_consecutive_parts_join_to_the_batches_of_one_rank(count, options):
     """An incomplete last batch is filled up, or dropped on all ranks."""
     (whole,) = consecutive(range(count), 8, 1, **options)

@@ -88,14 +88,15 @@ def test_the_best_checkpoint_is_kept(world):
         engine = engine_of(nn.Linear(1, 1))
         for keep_best, metrics, best in (
             ("min", {1: 3.0, 2: 1.0, 3: None, 4: math.nan, 5: 1.0, 6: 2.0}, 2),
-            ("min", {7: 1.5, 8: 0.5, 9: 0.9, 10: 0.7}, 8),
-            ("max", {11: 0.4, 12: 0.8, 13: None, 14: 0.8}, 12),
+            ("min", {7: None, 8: None, 9: 1.5}, 2),
+            ("min", {10: 1.5, 11: 0.5, 12: 0.9, 13: 0.7}, 11),
+            ("max", {14: 0.4, 15: 0.8, 16: None, 17: 0.8}, 15),
         ):
             checkpoints = paramp.Checkpoints(str(folder), every=3, keep_last=2, keep_best=keep_best)
             assert checkpoints.newest() == (folder / f"step-{min(metrics) - 1:08d}" if min(metrics) > 1 else None)
             for step, metric in metrics.items():
                 train_step(engine, x)
-                assert checkpoints.due(step, metric) == (step in (1, 2, 8, 12) or step % 3 == 0)
+                assert checkpoints.due(step, metric) == (step in (1, 2, 11, 15) or step % 3 == 0)
                 checkpoints.save(engine, step, metric=metric)
             engine.finish_saving()
             torch.distributed.barrier()
@@ -106,27 +107,39 @@ def test_the_best_checkpoint_is_kept(world):
             paramp.Checkpoints(folder, keep_best="lowest")
 
 
-@pytest.mark.parametrize("wait", [{}, {"wait": True}], ids=str)
-def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait):
-    (tmp_path / "best.json.partial").mkdir()  # so that the best checkpoint cannot be recorded
+@pytest.mark.parametrize(("wait", "saves"), [(False, False), (False, True), (True, True)])
+def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait, saves):
+    """The best checkpoint before it is kept, and a metric between the two is the best so far."""
+    obstacle = tmp_path / "best.json.partial"  # so that the best checkpoint cannot be recorded
     with paramp.launch_from_torch({}):
-        engine, checkpoints = engine_of(nn.Linear(1, 1)), paramp.Checkpoints(tmp_path, keep_best="min")
+        engine, checkpoints = engine_of(nn.Linear(1, 1)), paramp.Checkpoints(tmp_path, keep_last=1, keep_best="min")
+        checkpoints.save(engine, 1, metric=2.0, wait=True)
+        obstacle.mkdir()
         failed = pytest.raises(paramp.CheckpointError, match="the checkpoint was written, but then: IsADirectoryError")
         with failed if wait else contextlib.nullcontext():
-            checkpoints.save(engine, 1, metric=1.0, **wait)
+            checkpoints.save(engine, 2, metric=1.0, wait=wait)
         with contextlib.nullcontext() if wait else failed:
-            engine.finish_saving()
+            checkpoints.save(engine, 3) if saves else engine.finish_saving()
+        obstacle.rmdir()
+        if saves:  # else only the engine knows, until the next save
+            assert checkpoints.due(4, 1.5)
+        checkpoints.save(engine, 4, wait=True)
+        assert checkpoints.best() == tmp_path / "step-00000001"
+        assert checkpoints.due(5, 1.5)
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")
 @on_ranks(2)
 def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at):
-    """Two epochs of six batches on each rank, of which none is read twice and none is left out."""
+    """Two epochs of six batches on each rank, of which none is read twice and none is left out.
+
+    An evaluation on the first batches of another loader begins at its start, as without the stop.
+    """
     samples = list(zip(torch.arange(24.0)[:, None], torch.zeros(24, 1), strict=True))
 
     def start(**options):
         loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
-        return paramp.initialize(nn.Linear(1, 1), sgd, nn.functional.mse_loss, loader, **options)[:2]
+        return paramp.initialize(nn.Linear(1, 1), sgd, nn.functional.mse_loss, loader, loader, **options)[:3]
 
     def read(loader):
         for epoch in range(loader.epoch, 2):
@@ -135,19 +148,25 @@ def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at):
                 yield epoch, x.flatten().tolist()
         assert loader.epoch == 2
 
+    def evaluate(test):
+        return [x.flatten().tolist() for x, _ in itertools.islice(test, 3)]
+
     with paramp.launch_from_torch({}):
-        folder, (engine, loader) = shared_folder(), start()
+        folder, (engine, loader, test) = shared_folder(), start()
         before = list(itertools.islice(read(loader), stopped_at))
+        assert evaluate(test) != evaluate(test)
         engine.save(folder / "saved")
-        engine, loader = start()
+        evaluated = evaluate(test)
+        engine, loader, test = start()
         engine.load(folder / "saved")
+        assert evaluate(test) == evaluated
         assert loader.epoch == min(1, max(0, stopped_at - 1) // 6)
         whole = list(read(start()[1]))
         assert len(whole) == 12
         assert before + list(read(loader)) == whole
     expected = everywhere(whole[stopped_at:])
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):  # one data rank, which reads what is left of both
-        engine, loader = start(plan={})
+        engine, loader, _ = start(plan={})
         engine.load(folder / "saved")
         left = list(read(loader))
         for epoch in (0, 1):
