@@ -40,7 +40,8 @@ class LoaderPosition:
     begins_anew: bool = field(init=False, default=False)
     """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
-    _skip: int = field(init=False, default=0)
+    skip: int = field(init=False, default=0)
+    """How many batches of its epoch the next iteration leaves out: those before a loaded position."""
     _current: _EpochIterator | None = field(init=False, default=None)
 
     @property
@@ -52,9 +53,14 @@ class LoaderPosition:
         """The epoch of the last batch, or the next one if that epoch is over; after a load, the one to continue."""
         return self._next_epoch if self._current is None else self._current.epoch
 
+    @property
+    def given(self) -> int:
+        """How many batches of :attr:`epoch` this rank has got."""
+        return self.skip if self._current is None else self._current.yielded
+
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over the next epoch, or over the rest of a resumed one; ``iterate`` makes the iterator."""
-        skip, self._skip = self._skip, 0
+        skip, self.skip = self.skip, 0
         epoch = self._next_epoch
         self._next = epoch + 1
         self._generator.manual_seed(derive_seed(self._seed, epoch))
@@ -70,10 +76,7 @@ class LoaderPosition:
 
     def state_dict(self) -> dict[str, int]:
         """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded."""
-        current = self._current
-        if current is None:
-            return {"epoch": self.epoch, "given": self._skip * self._unit}
-        return {"epoch": self.epoch, "given": current.yielded * self._unit}
+        return {"epoch": self.epoch, "given": self.given * self._unit}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
@@ -85,7 +88,7 @@ class LoaderPosition:
         self._current, self._next = None, epoch
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
-        self._skip, rest = divmod(given, self._unit)
+        self.skip, rest = divmod(given, self._unit)
         if rest:
             warnings.warn(
                 f"loader: the run had read {given} samples of its epoch, not a multiple of the {self._unit} "

@@ -231,6 +231,10 @@ def test_masters_hold_the_weights_from_before_they_were_rounded():
     optimizer.step()
     assert holds(weight, 1.75 + 2.0**-20)
     assert holds(model.weight, 1.75)
+    model.load_state_dict({"weight": torch.full((1, 4), 2.0 + 2.0**-20), "bias": torch.zeros(1)})
+    weight.data.add_(1.0)
+    optimizer.step()
+    assert holds(weight, 3.0 + 2.0**-20)
 
     # What is done to half weights before the first backward counts: an initialisation of the user's, or rank 0's
     # weights that DistributedDataParallel hands out. On rank 0 they are what was there, so such a write counts too.
@@ -239,8 +243,10 @@ def test_masters_hold_the_weights_from_before_they_were_rounded():
     with torch.no_grad():
         model.bias.copy_(model.bias)
     learn(model, optimizer)
+    assert holds(next(amp.master_params(optimizer)), 3.0)
+    next(amp.master_params(optimizer)).data.sub_(0.5)
     optimizer.step()
-    assert holds(model.weight, 2.75)
+    assert holds(model.weight, 2.25)
     model, optimizer = prepared("O2", near_one)
     with torch.no_grad():
         model.weight.copy_(model.weight.clone())
@@ -678,6 +684,27 @@ def test_misuse_is_refused():
 
 
 # -------------------------------------------------------------------------------------------------------- many ranks
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_after_delayed_ones_is_a_step_on_none(world, level):
+    model, optimizer = prepared(level)
+    learn(model, optimizer, delay_unscale=True)
+    if world.rank:
+        with pytest.raises(AttributeError):
+            learn(model, optimizer, break_it=torch.ones(1), delay_unscale=True)
+    learn(model, optimizer)
+    for _ in range(2 * world.rank):
+        with pytest.raises(AmpError, match=r"a backward failed, .* call optimizer\.zero_grad"):
+            optimizer.step()
+    if world.rank == 0:
+        optimizer.step()
+    assert holds(model.weight, 0.5)
+    optimizer.zero_grad()
+    learn(model, optimizer)
+    optimizer.step()
+    assert holds(model.weight, 0.25)
 
 
 @pytest.mark.parametrize("level", rarely(LEVELS, "O1", "O2"))

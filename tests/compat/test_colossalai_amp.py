@@ -267,6 +267,11 @@ def test_masters_follow_weights_that_are_loaded_into_one_layer():
     train(model, optimizer, criterion, data(1))
     assert (model.module[0].weight - 0.25).abs().max() < 0.05
     assert 0 < (model.module[3].weight - before).abs().max() < 0.05
+    model.module[0].load_state_dict(quarters(model.module[0]))
+    assert optimizer.state_dict()["masters"]["0.weight"].half().unique().tolist() == [0.25]
+    stepped(optimizer)[0].data.fill_(0.5)
+    train(model, optimizer, criterion, data(1))
+    assert (model.module[0].weight - 0.5).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("name", ["32-true", "naive"])

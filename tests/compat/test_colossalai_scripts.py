@@ -104,7 +104,7 @@ class Reader(hooks.BaseHook):
         self.history.append((metrics["train"]["Loss"], metrics["test"]["Loss"], metrics["test"]["Accuracy"]))
 
 
-def fit(parallel=None, *, batch=4, epochs=EPOCHS, hook=None, **extra):
+def fit(parallel=None, *, batch=4, epochs=EPOCHS, max_steps=None, hook=None, **extra):
     """A script of the trainer: the weights, the metrics of each epoch, and what was printed."""
     timer, logger, reader = MultiTimer(), get_dist_logger(), Reader()
     config = {"parallel": parallel or {}, "clip_grad_norm": CLIP, **extra}
@@ -126,8 +126,9 @@ def fit(parallel=None, *, batch=4, epochs=EPOCHS, hook=None, **extra):
             *([hook] if hook else []),
         ]
         options = {"test_dataloader": test_loader, "test_interval": 1, "display_progress": True}
-        trainer.fit(train_dataloader=loader, epochs=epochs, hooks=used, **options)
-        assert engine.num_steps * extra.get("gradient_accumulation", 1) == trainer.cur_step == 5 * epochs
+        trainer.fit(train_dataloader=loader, epochs=epochs, max_steps=max_steps, hooks=used, **options)
+        steps = max_steps or 5 * epochs
+        assert engine.num_steps * extra.get("gradient_accumulation", 1) == trainer.cur_step == steps
         assert is_using_pp() is (gpc.get_world_size(ParallelMode.PIPELINE) > 1)
         assert sorted(timer.timers) == ["Test-epoch", "Test-step", "Train-epoch", "Train-step"]
         return engine.full_state_dict(), reader.history, printed
@@ -154,7 +155,10 @@ def test_the_examples_of_the_trainer(world, layout):
 
 @on_ranks(2)
 def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
-    """Two epochs, then one in new objects: bit for bit as in one run, the schedule included."""
+    """Two epochs, then one in new objects: bit for bit as in one run, the schedule included.
+
+    Or a part of them: 7 batches, and 10, which are both of them to the end.
+    """
     folder, others = shared_folder(), shared_folder()
     whole, metrics, _ = fit(hook=hooks.SaveCheckpointHook(2, str(others)))
     assert sorted(one.name for one in others.iterdir()) == ["epoch0", "epoch2"]
@@ -165,6 +169,17 @@ def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
         fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=str(folder), epoch=7))
     assert last == metrics[2:]
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+    for max_steps in (7, 10):
+        folder = str(shared_folder())
+        fit(max_steps=max_steps, hook=hooks.SaveCheckpointHook(checkpoint_dir=folder))
+        again, last, _ = fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=folder))
+        assert (len(last), last[-1]) == (3 - max_steps // 5, metrics[2])
+        assert all(torch.equal(again[name], value) for name, value in whole.items())
+    early, folder = hooks.BaseHook(priority=0), shared_folder()  # saves after the last batch, before the epoch's end
+    early.after_train_iter = lambda trainer, *_: trainer.cur_step == 4 and trainer.engine.save(folder / "epoch0")
+    fit(epochs=1, hook=early)
+    _, last, _ = fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=str(folder)))
+    assert len(last) == 2
     (others / "epoch10").mkdir(exist_ok=True)
     trainer = mock.Mock()
     hooks.LoadCheckpointHook(str(others)).before_train(trainer)
@@ -194,6 +209,21 @@ def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
         assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (7, 2, 7)
         x, _ = in_batches(BATCH)[0]
         assert torch.equal(trainer.predict(x), model(x))
+
+
+@pytest.mark.parametrize(("count_correct", "expected"), [(Accuracy(), 10 / 12), (lambda output, label: 1, 1 / 2)])
+def test_the_accuracy_of_tokens_or_of_what_a_function_counts(count_correct, expected):
+    """Of two sequences of six tokens, the second with two mistakes."""
+    label = torch.arange(12).view(2, 6)
+    output = torch.eye(12)[label.clamp(max=9)]
+    trainer = mock.Mock(states={"metrics": {"test": {}}})
+    with colossalai.launch_from_torch({}) as context:
+        trainer.engine.context = context
+        hook = hooks.AccuracyHook(count_correct)
+        hook.before_test_epoch(trainer)
+        hook.after_test_iter(trainer, output, label, None)
+        hook.after_test_epoch(trainer)
+    assert trainer.states["metrics"]["test"]["Accuracy"] == expected
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, [0, 1, 2]), ({"test_interval": 2}, [0, 2])])

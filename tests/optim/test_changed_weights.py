@@ -348,22 +348,29 @@ def test_every_weight_keeps_its_bits_after_an_edit_and_a_skipped_step(precision,
             assert torch.equal(engine.module.weight.view(torch.int16), edited.view(torch.int16))
 
 
+@pytest.mark.parametrize("changed", ["weights", "masters"])
 @pytest.mark.parametrize("convert", ["convert_to_amp", "apex"])
-def test_masters_of_converted_models_follow_too(convert):
+def test_masters_of_converted_models_follow_too(convert, changed):
+    """They stay as they are where they themselves were changed."""
     model = seeded(nn.Linear, 4, 4)
     optimizer = sgd(model.parameters())
     if convert == "apex":
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=4.0, verbosity=0)
     else:
         model, optimizer, _ = paramp.amp.convert_to_amp(model, optimizer, None, PRECISIONS[0])
-    for _ in range(2):
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    edited = list(model.parameters()) if changed == "weights" else masters
+    for before_backward in (True, False, False):
+        for parameter in edited if before_backward else []:
+            parameter.data.fill_(0.25)
         value = model(torch.ones(1, 4)).float().sum()
         with amp.scale_loss(value, optimizer) if convert == "apex" else contextlib.nullcontext(value) as scaled:
             scaled.backward() if convert == "apex" else optimizer.backward(scaled)
-        for parameter in model.parameters():
+        for parameter in [] if before_backward else edited:
             parameter.data.fill_(0.25)
         optimizer.step()
         optimizer.zero_grad()
+        assert {value for parameter in masters for value in parameter.flatten().tolist()} == {0.25 - RATE}
     for parameter in model.parameters():
         assert parameter.detach().float().unique().tolist() == [0.25 - RATE]
 

@@ -18,6 +18,7 @@ from ....base.torch_internals import take
 from ....base.trees import children, rebuilt
 from ....precision.compute_context import ComputeContext
 from ....precision.modes import Precision
+from ...masters_that_users_change import round_to_weights
 from .errors import AmpError
 from .session import state
 from .weight_and_gradient import is_low
@@ -150,6 +151,7 @@ def _load_masters(module: nn.Module, source: Mapping[str, Any], prefix: str, *_:
         value = source.get(prefix + name)
         if weight is not None and weight.has_master and value is not None and value.shape == weight.stepped.shape:
             weight.stepped.copy_(value)
+            round_to_weights([weight])
 
 
 def _note_versions(module: nn.Module, _incompatible: Any) -> None:

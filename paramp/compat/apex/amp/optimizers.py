@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor
-from ....optim.masters_outside_buffers import drop_gradients, follow_changes, write_back
+from ....optim.masters_outside_buffers import drop_gradients
 from ....optim.user_optimizer import warn_of_eps
+from ...masters_that_users_change import follow_changed_weights, round_to_weights
 from .errors import AmpError
 from .session import Session, print_on_main
 from .weight_and_gradient import AmpWeight, is_low
@@ -125,6 +126,11 @@ class ApexOptimizer:
         for scaler in self.session.loss_scalers:
             if scaler.awaits(self):
                 scaler.decide()
+        if any(weight.is_incomplete for weight in self.weights):
+            raise AmpError(
+                "optimizer.step(): a backward failed, and the delayed gradients before it are lost with it; call "
+                "optimizer.zero_grad(), and accumulate again"
+            )
         if any(weight.scale is not None for weight in self.weights):
             raise AmpError(
                 "optimizer.step(): the gradients are still scaled, because the last amp.scale_loss had "
@@ -141,9 +147,9 @@ class ApexOptimizer:
         if self.overflows:
             self._skip()
             return None
-        follow_changes(weight for weight in self.weights if not weight.has_changed_master)
+        follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
         result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
-        write_back(self.weights)
+        round_to_weights(self.weights)
         for weight in self.weights:
             if weight.has_master:
                 weight.note_version()
@@ -159,6 +165,7 @@ class ApexOptimizer:
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
+        self.overflows.clear()  # they were those of the gradients that are dropped
         for weight in self.weights:
             weight.zero_grad(set_to_none=bool(args[0]) if args else kwargs.get("set_to_none", True))
 

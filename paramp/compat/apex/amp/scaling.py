@@ -84,6 +84,8 @@ def _scaled(
         yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
     if not delay_unscale:
         unscale_(weights, scale, found_inf)
+    if any(weight.is_incomplete for weight in weights):
+        found_inf.fill_(1.0)  # this rank's step will raise, so the others have to skip theirs
     if not delay_unscale or unscaled_others:
         scaler.add_flag(found_inf, stepping)
     if not delay_unscale and not delay_overflow_check:
@@ -92,10 +94,12 @@ def _scaled(
 
 @contextmanager
 def _backward(session: Session, weights: Sequence[AmpWeight], scale: float) -> Iterator[None]:
-    """The context of a backward whose loss is multiplied by ``scale``. If it fails, the old gradients are restored."""
+    """The context of a backward whose loss is multiplied by ``scale``.
+
+    If it fails, the old gradients are restored; delayed ones are lost, and ``step()`` raises until ``zero_grad()``.
+    """
     for weight in weights:
-        if weight.scale is None:  # else it has a delayed gradient of this scale, into which the backward accumulates
-            weight.begin(scale)
+        weight.begin(scale)
     try:
         # The backward also needs the forward's contexts: for its fp16 products, and for recomputation in checkpointing.
         with ComputeContext(session.precision, session.device).enter():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ....base.dtensor import local
-from ....optim.masters_outside_buffers import ParameterMasters
 from ....scaling.complete_and_unscale_gradients import complete_and_check, dense_gradients, unscale_and_check_
+from ...masters_that_users_change import ChangeableMasters
 from .errors import AmpError
 
 
@@ -17,7 +17,7 @@ def is_low(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
-class AmpWeight(ParameterMasters):
+class AmpWeight(ChangeableMasters):
     """A weight with its master, and the state of its gradient."""
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
@@ -25,6 +25,8 @@ class AmpWeight(ParameterMasters):
         self.scale: float | None = None  # of the gradient in the weight, until it is moved to ``stepped``
         self.of_model = of_model  # whether the weight was a parameter of one of the models in ``initialize``
         self.checked = False  # set before the first backward
+        self.is_incomplete = False  # a failed backward has lost delayed gradients, until zero_grad()
+        self._accumulates = False  # during a backward, whether the weight has a delayed gradient of an earlier one
         self._stash: torch.Tensor | None = None  # during a backward, the unscaled gradient of earlier losses
         self._spent: int | None = None  # the version of the weight's gradient that was moved to the master
         self.note_version()
@@ -63,16 +65,20 @@ class AmpWeight(ParameterMasters):
         to them, so a write counts even if it did not change the values.
         """
         weight, master = local(self.weight).detach(), local(self.stepped).detach()
-        if self.has_master and (
-            self.weight._version != self._version or not torch.equal(weight, master.to(weight.dtype))
-        ):
+        if self.has_master and (self.weight._version != self._version or self.weight_has_changed()):
             master.copy_(weight)
+            self.note_rounding()
 
     def begin(self, scale: float) -> None:
-        """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients."""
-        self.scale = scale
-        self._stash = self.stepped.grad
-        self.weight.grad = self.stepped.grad = None
+        """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients.
+
+        A delayed gradient, which has this scale, stays in the weight: the backward accumulates into it.
+        """
+        self._accumulates = self.scale is not None
+        if not self._accumulates:
+            self.scale = scale
+            self._stash = self.stepped.grad
+            self.weight.grad = self.stepped.grad = None
 
     def take_gradient(self) -> None:
         super().take_gradient()
@@ -96,13 +102,18 @@ class AmpWeight(ParameterMasters):
             gradient.add_(stash)
 
     def give_up(self) -> None:
-        """Restore the state before a backward that failed."""
+        """After a backward that failed: restore the unscaled gradient from before it.
+
+        A delayed gradient is dropped, because a part of the backward may have been accumulated into it.
+        """
+        self.is_incomplete |= self._accumulates
         self.weight.grad, self.stepped.grad = None, self._stash
         self.scale = self._stash = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the weight's gradient; drop the master's."""
         self.scale = self._stash = None
+        self.is_incomplete = False
         if self.has_master:
             self.stepped.grad = self._spent = None
             if set_to_none or self.weight.grad is None:

@@ -88,8 +88,9 @@ def convert_to_amp(
     """Wrap ``model``, ``optimizer`` and ``criterion`` for a mode of precision, for a loop without an engine.
 
     The model's parameters are cast to the mode's weight dtype. The optimizer's groups then contain them, or their fp32
-    masters, which are made from the values before the cast. Apply tensor parallelism before: parameters may be
-    DTensors. Apply ``DistributedDataParallel`` after, to the returned model.
+    masters, which are made from the values before the cast; a step takes up what a script has changed in the model's
+    parameters or in the masters. Apply tensor parallelism before: parameters may be DTensors. Apply
+    ``DistributedDataParallel`` after, to the returned model.
 
     Args:
         model: on the device on which it runs.

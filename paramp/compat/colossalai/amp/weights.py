@@ -10,9 +10,10 @@ from torch import nn
 from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, trained_and_frozen
 from ....optim.flat_weights import cast_weights
-from ....optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
+from ....optim.masters_outside_buffers import drop_gradients
 from ....optim.user_changes.replaced_parameters import ModelParameters
 from ....precision.modes import Precision
+from ...masters_that_users_change import ChangeableMasters, follow_changed_weights, round_to_weights
 
 
 class Weights:
@@ -33,7 +34,7 @@ class Weights:
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         self._weights = [
-            ParameterMasters(parameter, _stepped_for(parameter, originals.pop(name, None)))
+            ChangeableMasters(parameter, _stepped_for(parameter, originals.pop(name, None)))
             for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
@@ -59,7 +60,7 @@ class Weights:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """This rank's fp32 masters by the model's names, sharing storage: the state to save."""
-        follow_changes(self._weights)
+        self.follow_changes()
         pairs = zip(self.names, self._weights, strict=True)
         return {name: one.stepped.detach() for name, one in pairs if one.has_master}
 
@@ -96,11 +97,11 @@ class Weights:
 
     def follow_changes(self) -> None:
         """Update masters whose weights were changed in place; before each step."""
-        follow_changes(self._weights)
+        follow_changed_weights(self._weights)
 
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
-        write_back(self._weights)
+        round_to_weights(self._weights)
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters."""

@@ -19,6 +19,7 @@ from ...missing import missing
 from ..context import ParallelMode
 from ..core import global_context
 from ..logging import DistributedLogger, get_dist_logger
+from ..nn.metric import Accuracy
 from ..timer import MultiTimer
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ class AccuracyHook(BaseHook):
     """The metric ``Accuracy`` of test data: the correct part of the samples of all data ranks.
 
     Args:
-        accuracy_func: the number of correct ones of a batch, from output and label:
-            :class:`~paramp.compat.colossalai.nn.metric.Accuracy`.
+        accuracy_func: the number of correct samples of a batch, from output and label; or
+            :class:`~paramp.compat.colossalai.nn.metric.Accuracy`, which counts the label's elements, such as tokens.
     """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
@@ -123,7 +124,7 @@ class AccuracyHook(BaseHook):
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if output is not None and trainer.engine.context.tensor_axis.rank == 0:  # once for each data rank
             self._counts[0] += float(self.accuracy_func(output, label))
-            self._counts[1] += len(label)
+            self._counts[1] += label.numel() if isinstance(self.accuracy_func, Accuracy) else len(label)
 
     def after_test_epoch(self, trainer: Any) -> None:
         counts = torch.tensor(self._counts, dtype=torch.float64, device=trainer.engine.context.device)
@@ -133,7 +134,7 @@ class AccuracyHook(BaseHook):
 
 
 class LRSchedulerHook(BaseHook):
-    """Advances a learning-rate scheduler after each epoch, or after each batch; the metric ``LR``."""
+    """Advances a learning-rate scheduler after each complete epoch, or after each batch; the metric ``LR``."""
 
     def __init__(
         self, lr_scheduler: LRScheduler | Scheduler, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
@@ -150,7 +151,7 @@ class LRSchedulerHook(BaseHook):
     def after_train_epoch(self, trainer: Any) -> None:
         if self.store_lr_in_state:
             trainer.states["metrics"]["train"]["LR"] = self.lr_scheduler.get_last_lr()[0]
-        if self.by_epoch:
+        if self.by_epoch and trainer.epoch_is_complete:
             self.lr_scheduler.step()
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
@@ -317,6 +318,8 @@ class SaveCheckpointHook(BaseHook):
 class LoadCheckpointHook(BaseHook):
     """Loads what :class:`SaveCheckpointHook` saved, before training; ``fit`` then continues after that epoch.
 
+    It first finishes an epoch that ``max_steps`` had ended early, if the loader has a position (``initialize``).
+
     Args:
         epoch: -1: the latest.
         finetune: load the weights only, and begin with epoch 0.
@@ -350,7 +353,10 @@ class LoadCheckpointHook(BaseHook):
             wanted = "epoch*" if self.epoch == -1 else f"epoch{epoch}"
             raise FileNotFoundError(f"checkpoint_dir: no folder {self.checkpoint_dir / (wanted + self.suffix)}")
         trainer.engine.load(self.checkpoint_dir / f"epoch{epoch}{self.suffix}", weights_only=self.finetune)
-        trainer.cur_epoch = 0 if self.finetune else epoch + 1
+        if self.finetune:
+            trainer.cur_epoch = 0
+        else:
+            trainer.cur_epoch = epoch + 1 if trainer.epoch_is_complete else epoch
         get_dist_logger().info(f"epoch {epoch} is loaded from {self.checkpoint_dir}", ranks=[0])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....base.errors import ConfigError
+from ....data.loader_position import WithPosition
 from ....engine.engine import Engine
 from ..logging import DistributedLogger
 from ..timer import MultiTimer
@@ -31,6 +32,7 @@ class Trainer:
         cur_epoch: the epoch, from 0; set it to go on after a resume.
         cur_step: the training batches so far, those of the current step not included.
         steps_per_epoch, max_epochs, max_steps: of the current ``fit``.
+        epoch_is_complete: False if ``max_steps`` has ended the epoch early, and a run that resumes finishes it.
     """
 
     def __init__(
@@ -42,7 +44,13 @@ class Trainer:
         self.states: dict[str, Any] = {}
         self.cur_epoch = self.cur_step = self.steps_per_epoch = self.max_epochs = 0
         self.max_steps: int | None = None
+        self._train_loader: Any = None
         self._logger = logger
+
+    @property
+    def epoch_is_complete(self) -> bool:
+        loader = self._train_loader
+        return not (isinstance(loader, WithPosition) and 0 < loader.position.given < self.steps_per_epoch)
 
     def fit(
         self,
@@ -68,9 +76,14 @@ class Trainer:
             ConfigError: a hook is no :class:`~paramp.compat.colossalai.trainer.hooks.BaseHook`.
         """
         self.steps_per_epoch, self.max_epochs, self.max_steps = len(train_dataloader), epochs, max_steps
+        self._train_loader = train_dataloader
         self._attach(hooks)
         self._call("before_train")
-        self.cur_step = max(self.cur_step, self.cur_epoch * self.steps_per_epoch)
+        given = _given_before(train_dataloader)
+        if given >= self.steps_per_epoch:  # a checkpoint after the last batch of an epoch, before its end
+            next(iter(train_dataloader), None)
+            given = 0
+        self.cur_step = max(self.cur_step, self.cur_epoch * self.steps_per_epoch + given)
         while self.cur_epoch < epochs and not self._is_over():
             self._run(train_dataloader, "train", display_progress, return_output_label)
             if test_dataloader is not None and self.cur_epoch % test_interval == 0:
@@ -120,8 +133,9 @@ class Trainer:
         self.engine.train(training)
         self._call(f"before_{phase}_epoch")
         self.timer.start(f"{name}-epoch")
-        batches, count = iter(loader), len(loader)
-        for number in range(1, count + 1):
+        first, count = _given_before(loader) + 1, len(loader)
+        batches = iter(loader)
+        for number in range(first, count + 1):
             self._call(f"before_{phase}_iter")
             self.timer.start(f"{name}-step")
             results = self._step(batches, training, return_output_label)
@@ -157,3 +171,8 @@ class Trainer:
     def _call(self, moment: str, *results: Any) -> None:
         for hook in self.hooks:
             getattr(hook, moment)(self, *results)
+
+
+def _given_before(loader: Any) -> int:
+    """How many batches of its epoch the next iteration leaves out, because a checkpoint was loaded."""
+    return loader.position.skip if isinstance(loader, WithPosition) else 0
