@@ -41,7 +41,7 @@ MEAN, COUNTED = "a mean", "(sum, count)"
 
 class LossTotals:
     """What losses add up to on this rank: their sum, that of their weights, of those weights that are counts, and how
-    many they are. A mean over a microbatch has weight 1."""
+    many they are. A mean has weight 1 for each microbatch that it is over."""
 
     def __init__(self, context: ParallelContext) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=context.device)
@@ -89,8 +89,8 @@ class WindowLosses:
             self.unit.restart()
         self._kind = self.failure.kind = None
 
-    def scaled(self, loss: Loss) -> torch.Tensor:
-        """Add ``loss`` to the window; return the value that its backward starts from, 0-dim.
+    def scaled(self, loss: Loss, times: int = 1) -> torch.Tensor:
+        """Add ``loss`` so many times to the window; return the value that its one backward starts from, 0-dim.
 
         It is scaled, and divided so that the sum of the gradients over the window is their mean.
 
@@ -109,9 +109,9 @@ class WindowLosses:
         if kind == COUNTED or self.unit.is_used:
             self.unit.choose(loss, self.size)
         value, parts = self.split(loss)
-        self.totals.add_(parts)
+        self.totals.add_(parts if times == 1 else parts * times)
         scaled = super(DistributedGradScaler, self._scaler).scale(value)  # ours also notes the call, for diagnose()
-        return scaled / self.size if self.size > 1 else scaled
+        return scaled / (self.size // times) if self.size > times else scaled
 
     def split(self, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """The value of ``loss`` to differentiate, 0-dim, and what it adds to totals; a sum and count over the unit.

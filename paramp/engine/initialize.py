@@ -30,7 +30,7 @@ from ..distributed.exact_mode_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
-from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps
+from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps, why_weights_are_missed
 from .engine import Engine
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_of_this_rank import LocalModel, make_local
@@ -174,6 +174,7 @@ def _make_weights(
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, plan.names_of, one)
+        one.why_missed = why_weights_are_missed(one.optimizer, plan.names_of, one)
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

@@ -72,14 +72,18 @@ class LoopRunner(BatchRunner):
         return self._pipelined_output(*args, **kwargs)
 
     def run_backward(self, loss: Loss) -> None:
-        """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window."""
+        """Run the backward of ``loss``, as the criterion or the model returned it, in the accumulation window.
+
+        It is of a whole batch: a mean counts as those of all its microbatches would.
+        """
         window, loss = self._window, self._of_rank(self.criterion.counted(loss))
         self._numerics.check_own_forward()
         window.begin_batch(is_known=False)
         window.begin_backward(None)
         taking_part = self._taking_part(window.in_last_call)
         with self._context.phase("backward"), window.failing(), taking_part as begin_reductions, self._compute.enter():
-            value = self._losses.scaled(map_tensors(full_tensor, loss))
+            times = 1 if isinstance(loss, tuple) else self.num_microbatches
+            value = self._losses.scaled(map_tensors(full_tensor, loss), times)
             begin_reductions()
             with window.foreign.ours(), self._stages.resetting():
                 value.backward()

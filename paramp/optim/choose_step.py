@@ -14,7 +14,7 @@ from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep
 from .matrices.matrix_step import MatrixStep
-from .user_optimizer import NarrowState, check_narrow_state
+from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
 
 def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
@@ -45,7 +45,7 @@ def choose_step(
 
     Raises:
         ConfigError: it cannot use fused kernels, but the masters are remainders, or weights are rounded
-            stochastically, or its state cannot be stored in bfloat16.
+            stochastically, or its state cannot be stored in bfloat16, or its own step would miss its weights.
     """
     optimizer = weights.optimizer
     reason = why_not_fused(optimizer)
@@ -57,6 +57,8 @@ def choose_step(
                 f"{setting}, which needs torch's AdamW, Adam or SGD in fused kernels, but for the optimizer {reason}; "
                 "leave it out"
             )
+    if weights.why_missed is not None:
+        raise ConfigError(weights.why_missed)
     state: AbstractContextManager[None] = nullcontext()
     if weights.precision.optimizer_state == "bf16":
         check_narrow_state(optimizer, weights.precision, weights.device, reason)
@@ -75,6 +77,7 @@ class PlainStep:
         self._optimizer = optimizer
         self._weights = weights
         self._state = state
+        self._in_place = SteppedInPlace(optimizer, weights.by_name())
 
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`FusedStep.__call__`."""
@@ -99,6 +102,7 @@ class PlainStep:
         for param, stepped in self._weights.pairs():
             if stepped is not param.parameter:
                 stepped.grad = None
+        self._in_place.check()
         self._weights.write_back()
 
     def _follow_changes(self) -> None:

@@ -216,6 +216,7 @@ class OptimizerWeights:
         changes: those of all weights.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
+        why_missed: why its own step would not reach these tensors; None if it would.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class OptimizerWeights:
         self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
         self.changes = weights.changes
         self.exchange: MatrixExchange | None = None
+        self.why_missed: str | None = None
         self.is_partitioned = weights.is_partitioned
         self._context = context
 

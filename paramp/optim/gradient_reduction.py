@@ -141,6 +141,10 @@ class ReduceScatter(GradientReduction):
         while self._running:
             self._running.pop(0)()
 
+    def forget(self) -> None:
+        """As in the base class."""
+        self._reduced = {}
+
     def before_collection(self, found_inf: torch.Tensor) -> None:
         """As in the base class: elements outside this rank's part that were changed after they had been reduced."""
         changed = [param.local_gradient for param, then in self._reduced.items() if param.version != then]

@@ -236,6 +236,58 @@ def repoint(
         optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)
 
 
+def why_weights_are_missed(
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: NamedWeights
+) -> str | None:
+    """Why the own step of ``optimizer`` would not reach what :func:`repoint` has put into its groups; None if it would.
+
+    An attribute of it holds a parameter in whose place another tensor is stepped.
+    """
+    kind, stepped = type(optimizer), weights.by_name()
+    if kind.__module__.startswith("torch.optim."):  # attributes that the user has added are not read
+        return None
+    for attribute, value in vars(optimizer).items():
+        for one in _held_tensors(value) if attribute not in ("param_groups", "state", "defaults") else ():
+            names = names_of.get(one, []) if isinstance(one, nn.Parameter) else []
+            if any(stepped.get(name, one) is not one for name in names):
+                return (
+                    f"optimizer: {kind.__name__} holds {names[0]!r} in its attribute {attribute!r}, but in this mode "
+                    "and layout its step has to change another tensor, which param_groups has in place of the "
+                    "parameter; let it take parameters from param_groups in each step"
+                )
+    return None
+
+
+def _held_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value`` and in containers in it, and those that other optimizers in it step."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.optim.Optimizer):  # its groups may be the same, or copies
+        for group in value.param_groups:
+            yield from group["params"]
+    elif isinstance(value, (list, tuple, set, Mapping)):
+        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from _held_tensors(one)
+
+
+class SteppedInPlace:
+    """Checks that an optimizer's own step has changed each of its tensors in place."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stepped: Mapping[str, torch.Tensor]) -> None:
+        """``stepped``: the tensors, by the names of the parameters in whose place they are."""
+        self._kind, self._stepped = type(optimizer).__name__, stepped
+        self._addresses = {name: tensor.data_ptr() for name, tensor in stepped.items()}
+
+    def check(self) -> None:
+        """Raise a RuntimeError for a tensor with other memory, which is not that of the weights."""
+        for name, tensor in self._stepped.items():
+            if tensor.data_ptr() != self._addresses[name]:
+                raise RuntimeError(
+                    f"optimizer: the step of {self._kind} gave {name!r} other memory, as `p.data = ...` does, so that "
+                    "its update would be lost; let it change parameters in place (p.data.copy_, p.add_)"
+                )
+
+
 def warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
     """Warn if updates would divide by zero: the state of half-precision weights is in half precision too, where a small
     ``eps`` rounds to 0 or a subnormal number."""

@@ -416,14 +416,15 @@ def learn_of_a_count_late(world, layout):
             assert run_window(context, engine, x, y).grad_norm == pytest.approx(reference.step(x, y), rel=0.02)
 
 
-@pytest.mark.parametrize("loop", ["loss", "no loss"])
+@pytest.mark.parametrize("loop", ["loss", "no loss", "own loop"])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("data", rarely([2, {"shard": 2}], 2), ids=["dp2", "fsdp2"])
 @on_ranks(2)
 def test_a_mean_on_one_rank_beside_a_count_on_another(world, data, first, delayed, loop):
     """In the first window, in which ranks agree on a unit, and later; also if the host learns of it a step later."""
-    with paramp.launch_from_torch({"parallel": {"data": data}, "precision": "16-mixed"}) as context:
+    parallel = {"data": data, "pipeline": {"size": 1, "microbatches": 4}}
+    with paramp.launch_from_torch({"parallel": parallel, "precision": "16-mixed"}) as context:
         criterion, model = Weighted(), two_layers()
         reference = Reference(model)
         engine = engine_of(model, criterion)

@@ -375,6 +375,31 @@ def test_flush_steps_with_the_calls_that_were_made(world, parallel, precision, c
         assert_trained(engine.full_state_dict(), plain.state_dict(), two_layers().state_dict(), of_way=of_way)
 
 
+@pytest.mark.parametrize("criterion", [F.mse_loss, sum_and_count])
+@on_ranks(2)
+def test_the_loss_of_an_own_loop_is_that_of_all_microbatches(world, criterion):
+    """Windows of such losses alone, of some beside forward_backward, and of one that is flushed."""
+    plain, results, expected = two_layers(), [], []
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = {"parallel": {"pipeline": {"size": 1, "microbatches": 4}}, "gradient_accumulation": 2}
+    with paramp.launch_from_torch(config | {"clip_grad_norm": 0.5}) as context:
+        engine = engine_of(two_layers(), criterion)
+        for calls in ([0, 1], [2, -3], [-4, 5], [6]):
+            reference.zero_grad()
+            loss = sum(F.mse_loss(plain(X[abs(call)]), Y[abs(call)]) for call in calls) / len(calls)
+            loss.backward()
+            expected += [loss.item(), loss.item(), nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item()]
+            reference.step()
+            for call in calls:
+                x, y = own_part(context, X[abs(call)], Y[abs(call)])
+                found = engine.forward_backward(x, y) if call < 0 else engine.backward(engine.criterion(engine(x), y))
+                result = engine.step()
+            result = result if len(calls) > 1 else engine.flush()
+            results += [found.item(), result.loss, result.grad_norm]
+        assert results == pytest.approx(expected, rel=1e-5)
+        assert_trained(engine.full_state_dict(), plain.state_dict(), two_layers().state_dict(), atol=1e-6)
+
+
 @on_ranks(2)
 def test_flush_skips_on_every_rank_and_leaves_a_state_to_save(world):
     """An overflow of one rank in one of two calls; the next window has its whole length again."""

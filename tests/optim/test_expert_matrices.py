@@ -4,7 +4,7 @@ import pytest
 import torch
 from counting import Collectives
 from families import cases, family
-from lamb import adafactor, lamb
+from lamb import Lamb, adafactor, lamb
 from pages import blocks
 from pool import on_ranks, shared_folder
 from reference import assert_trained, local
@@ -124,6 +124,30 @@ def test_stacks_are_stepped_as_on_one_process(world, first, second, make):
             engine.save(f"{folder}/saved")
             found = engine.full_state_dict()
     assert_trained(found, one_process(MAKES[make], 4), layers().state_dict(), atol=1e-12, what=make)
+
+
+class Moving(Lamb):
+    """It scales each matrix of a stack by itself, and gives each parameter other memory."""
+
+    def ratio(self, parameter, update):
+        return torch.linalg.matrix_norm(parameter, keepdim=True) / torch.linalg.matrix_norm(update, keepdim=True)
+
+    def step_one(self, parameter, group, state):
+        super().step_one(parameter, group, state)
+        parameter.data = parameter.data.clone()
+
+
+@on_ranks(4)
+def test_a_stack_that_a_step_moves_is_an_error(world):
+    """Where a stack is stepped as it lies in its buffer, beside matrices that came for the step only."""
+    with paramp.launch_from_torch({"parallel": {"expert": 2, "tensor": 2}}):
+        model = layers()
+        vectors, matrices, stacks = split(model)
+        optimizers = [Moving([*matrices, *stacks], lr=0.02), torch.optim.SGD(vectors, lr=0.1)]
+        engine = engine_of(model, optimizer=optimizers, plan=PLAN | TENSOR)
+        engine.forward_backward(*own_part(engine.context, tokens(), torch.zeros(16, WIDTH)))
+        with pytest.raises(RuntimeError, match=r"the step of Moving gave '0\.experts\.weight' other memory"):
+            engine.step()
 
 
 @on_ranks(4)

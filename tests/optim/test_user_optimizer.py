@@ -36,6 +36,83 @@ def test_an_optimizer_that_evaluates_the_model_or_needs_sparse_gradients_is_refu
         engine_of(nn.Embedding(4, 2, sparse=True), optimizer=REFUSED[message])
 
 
+class Moving(torch.optim.SGD):
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one.data = one.data - 0.1 * one.grad
+
+
+class Holding(torch.optim.SGD):
+    """Steps what ``hold`` has taken from it at its construction."""
+
+    def __init__(self, parameters, hold, lr=0.1):
+        super().__init__(parameters, lr)
+        self.held = hold(self)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = getattr(self.held, "param_groups", self.held)
+        first = next(iter(held))
+        for one in first["params"] if isinstance(first, dict) else held:
+            one.add_(one.grad, alpha=-0.1)
+
+
+HELD = {
+    "a list": lambda one: list(one.param_groups[0]["params"]),
+    "a dict": lambda one: dict.fromkeys(one.param_groups[0]["params"], 1.0),
+    "groups": lambda one: [dict(one.param_groups[0])],
+    "another's groups": lambda one: torch.optim.SGD(one.param_groups[0]["params"], lr=0.1),
+}
+"""What a step in another place than the groups' tensors would lose."""
+FOLLOWING = {
+    "the same groups": lambda one: list(one.param_groups),
+    "an optimizer of the same groups": lambda one: torch.optim.SGD(one.param_groups, lr=0.1),
+}
+STEPS_OTHERS = ["bf16-naive", {"mode": "16-naive", "init_scale": 64.0}, {"mode": "bf16-true", "grad_dtype": "float32"}]
+"""Modes in which an optimizer steps other tensors than the model's parameters."""
+
+
+@pytest.mark.parametrize("mode", ["32-true", *STEPS_OTHERS], ids=str)
+def test_a_step_that_would_be_lost_is_an_error(mode):
+    x = randn(4, 4)
+    with paramp.launch_from_torch({"precision": mode}):
+        engine = engine_of(nn.Sequential(nn.Linear(4, 4)), optimizer=functools.partial(Moving, lr=0.1))
+        engine.forward_backward(x, x)
+        with pytest.raises(RuntimeError, match=r"the step of Moving gave '0\.weight' other memory.*in place"):
+            engine.step()
+        for name, hold in (HELD | FOLLOWING).items():
+            model, make = nn.Sequential(nn.Linear(4, 4)), functools.partial(Holding, hold=hold)
+            if mode == "32-true" or name in FOLLOWING:
+                engine = engine_of(model, optimizer=make)
+                before = engine.full_state_dict()["0.weight"]
+                assert train_step(engine, x).stepped
+                assert (engine.full_state_dict()["0.weight"] != before).all()
+            else:
+                with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
+                    engine_of(model, optimizer=make)
+    if mode == "bf16-naive":
+        model = nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
+            paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
+
+
+def test_an_attribute_of_torchs_own_optimizers_may_hold_parameters():
+    with paramp.launch_from_torch({"precision": "bf16-naive"}):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.RMSprop(model.parameters())
+        optimizer.held = [*model.parameters()]
+        assert train_step(engine_of(model, optimizer=optimizer), randn(4, 4)).stepped
+
+
+@on_ranks(2)
+def test_parameters_of_one_stage_that_an_optimizer_holds_are_an_error_on_every_rank(world):
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}, "precision": "bf16-naive"}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), Holding(model[1].parameters(), HELD["a list"])]
+        with pytest.raises(paramp.ConfigError, match=r"Holding holds '1\.weight'"):
+            engine_of(model, optimizer=optimizers)
+
+
 OWN_STEPS = {
     "rmsprop": ({}, torch.optim.RMSprop),
     "adamw": ({}, functools.partial(torch.optim.AdamW, foreach=True)),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from beside_plain import randn, seeded
 from counting import Collectives
-from pool import on_ranks
+from pool import on_ranks, shared_folder
 from reference import assert_trained, batches, steep_gpt
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
 from test_flat_weights import Net, data
@@ -95,6 +95,35 @@ def test_the_collectives_of_a_step(world, bucket, num_buckets, stage):
     else:
         assert before.counts == {}
         assert within.counts == {"allreduce": 1 + num_buckets}
+
+
+@on_ranks(2)
+def test_a_window_that_was_dropped_leaves_no_reduction_to_the_next(world):
+    """In its last call gradients were reduced; the next window has one call, in which none are."""
+    batch, folder, norms = data(4)[world.rank], shared_folder(), []
+
+    def failing(output, target):
+        assert not failing.fails, "refused"
+        return nn.functional.mse_loss(output, target)
+
+    for stage in (0, 1):
+        with paramp.launch_from_torch({"parallel": {"zero": stage}, "gradient_accumulation": 2}):
+            engine, failing.fails = engine_of(Net(), failing), False
+            engine.save(folder / f"zero{stage}")
+            for way in ("a batch that fails", "a load"):
+                train_step(engine, *batch)
+                failing.fails = way == "a batch that fails" and world.rank == 1
+                if way == "a load":
+                    engine.forward_backward(*batch)
+                    engine.load(folder / f"zero{stage}")
+                else:
+                    with pytest.raises((AssertionError, RuntimeError), match="refused"):
+                        engine.forward_backward(*batch)
+                    engine.zero_grad()
+                failing.fails = False
+                engine.forward_backward(*batch)
+                norms.append(engine.flush().grad_norm)
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
 
 
 class Reentrant(nn.Module):

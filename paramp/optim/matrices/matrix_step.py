@@ -13,6 +13,7 @@ from ...distributed.replicated_axes import replicated_axes
 from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
+from ..user_optimizer import SteppedInPlace
 from .matrix_exchange import MatrixExchange, placeholder
 from .needs_whole_matrices import needs_whole_matrices, steps_slices_alone
 
@@ -35,6 +36,8 @@ class MatrixStep:
         self._weights = weights
         self._state = state
         self._exchange = weights.exchange
+        staying = {param.name: param.stepped for param in self._exchange.stay if param.stepped is not None}
+        self._in_place = SteppedInPlace(weights.optimizer, staying)
 
     @torch.no_grad()
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
@@ -63,6 +66,7 @@ class MatrixStep:
                 stepped.grad = None
                 if param in owned:
                     stepped.data = placeholder(stepped.shape, stepped.dtype, stepped.device)
+        self._in_place.check()
         new = [torch.empty_like(master) for master in masters]
         if params:
             self._exchange.from_owners(wholes, new)

@@ -26,7 +26,7 @@ from ....base.dtensor import is_dtensor
 from ....base.errors import ConfigError
 from ....base.module_surgery import names_by_parameter
 from ....distributed.context import current_context
-from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps
+from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps, why_weights_are_missed
 from ....parallel.tensor.sharded_loss import vocab_parallel_loss
 from ....pipeline.stage import Stage
 from ....precision.compute_context import ComputeContext
@@ -111,6 +111,8 @@ def convert_to_amp(
     check_elementwise(optimizer, weights)
     keep_routers_wide(model, precision)
     repoint(optimizer, names_of, weights)
+    if why := why_weights_are_missed(optimizer, names_of, weights):
+        raise ConfigError(why)
     warn_of_eps(optimizer)
     wrapped = None if criterion is None else AmpCriterion(criterion, compute, sharded=sharded)
     return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped
