@@ -1,8 +1,8 @@
 """Asynchronous saving of checkpoints: training waits only for the copy to the CPU.
 
 The state is copied to CPU buffers (page-locked ones, from a GPU), which are reused by the next save; a thread writes it
-from there, with a separate process group, so that its collectives do not mix with those of the training. The next call
-raises the error of a save that failed, on every rank.
+from there, with a process group of the engine's own, so that its collectives do not mix with those of the training or
+of another engine's save. The next call raises the error of a save that failed, on every rank.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Saver:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
+        self._name = f"save/{context.num_engines}"  # of this engine's process group
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -38,10 +39,10 @@ class Saver:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo; made on first use, by all of them."""
+        """All ranks, over gloo, for this engine alone; made on first use, by all of them."""
         if self._group is None:
             everyone = torch.arange(self._context.world_size).view(1, -1)
-            group = self._context.make_group("save", everyone, backend="gloo")
+            group = self._context.make_group(self._name, everyone, backend="gloo", shared=False)
             self._group = cast(dist.ProcessGroup, group)
             self._context.before_close.append(self._end)
         return self._group
@@ -59,20 +60,34 @@ class Saver:
 
         self.finish()
         path, group = user_path(path).resolve(), self.group
-        chunks, values, failure = _collected(collect)
-        if not wait:
-            chunks = self._stage(chunks)
+        chunks, values, failure = self._collected(collect, staged=not wait)
 
         def work() -> None:
             write(path, chunks, values, group, failure)
             self._call_together(then)
 
-        if wait or failure is not None:
+        # A failure on any rank is raised here on every rank, as all of them go on with the same save.
+        if wait or any(gather_objects(failure is not None, group)):
             work()
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramp-save")
         self._running = self._thread.submit(work)
+
+    def _collected(
+        self, collect: Callable[[], Collected], *, staged: bool
+    ) -> tuple[list[Chunk], Any, CheckpointError | None]:
+        """This rank's chunks and the encoded values; or the error, which all ranks get by the plan of the writing."""
+        try:
+            chunks, values = collect()
+            written = [chunk for chunk in chunks if chunk.written]
+            return self._stage(written) if staged else written, encode(dict(values), "checkpoint"), None
+        except CheckpointError as error:
+            return [], None, error
+        except Exception as error:  # raised by a user's state_dict(), or for want of memory for the copies
+            failure = CheckpointError(f"save: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return [], None, failure
 
     def _call_together(self, then: Callable[[], None] | None) -> None:
         """Call ``then``, if given; an exception on one rank is raised on every rank."""
@@ -120,16 +135,3 @@ class Saver:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-
-
-def _collected(collect: Callable[[], Collected]) -> tuple[list[Chunk], Any, CheckpointError | None]:
-    """This rank's chunks and the encoded values; or the error, which all ranks get by the plan of the writing."""
-    try:
-        chunks, values = collect()
-        return [chunk for chunk in chunks if chunk.written], encode(dict(values), "checkpoint"), None
-    except CheckpointError as error:
-        return [], None, error
-    except Exception as error:  # raised by a user's state_dict()
-        failure = CheckpointError(f"save: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return [], None, failure

@@ -27,7 +27,7 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
-        ConfigError: ``to`` exists already.
+        ConfigError: ``to`` exists already; or a finite weight is infinite in ``dtype``.
     """
     checkpoint, to = user_path(checkpoint), _new_path(to)
     with OpenCheckpoint(checkpoint) as source:
@@ -46,13 +46,25 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
             write_tensors(
                 partial,
                 {name: (written(name), tensors[names[name]].shape) for name in names},
-                lambda name: read_tensor(source, names[name]).to(written(name)),
+                lambda name: _cast(read_tensor(source, names[name]), written(name), name),
                 metadata={"format": "pt"},  # Hugging Face's loaders require it
             )
             publish_file(partial, to)
         finally:
             partial.unlink(missing_ok=True)  # it does not exist if the export succeeded
     return to
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    cast = value.to(dtype)
+    if value.is_floating_point() and torch.finfo(dtype).max < torch.finfo(value.dtype).max:
+        finite = value.abs() < torch.finfo(value.dtype).max  # a mask's lowest number may become -inf
+        if not cast[finite].isfinite().all():
+            raise ConfigError(
+                f"--dtype: {name} has values up to {value[finite].abs().max():g}, which overflow in "
+                f"{str(dtype).removeprefix('torch.')}; choose a dtype with a larger range, or stored"
+            )
+    return cast
 
 
 def import_weights(file: str | Path, to: str | Path) -> Path:

@@ -50,7 +50,9 @@ def encode(value: Any, name: str = "value") -> Any:
         return [encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, (tuple, set, frozenset, deque)):
         items = [encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
-        return {TYPE: "tuple" if isinstance(value, tuple) else type(value).__name__, "items": items}
+        kind = "tuple" if isinstance(value, tuple) else type(value).__name__
+        bound = {"maxlen": value.maxlen} if isinstance(value, deque) and value.maxlen is not None else {}
+        return {TYPE: kind, "items": items} | bound
     if isinstance(value, Mapping):
         plain = all(isinstance(key, str) and key != TYPE for key in value)
         if plain and type(value) in (dict, OrderedDict, defaultdict):
@@ -96,8 +98,10 @@ def decode(value: Any) -> Any:
     if kind in ("dict", "Counter"):
         pairs = {decode(key): decode(item) for key, item in value["items"]}
         return Counter(pairs) if kind == "Counter" else pairs
-    makers = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+    if kind == "deque":
+        return deque((decode(item) for item in value["items"]), value.get("maxlen"))
+    makers = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in makers:
-        expected = ", ".join(makers)
+        expected = ", ".join((*makers, "deque"))
         raise CheckpointError(f"state: got the type {kind!r}, expected one of {expected}; paramp did not save it")
     return makers[kind](decode(item) for item in value["items"])

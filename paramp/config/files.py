@@ -109,8 +109,10 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the values of ``overrides``, table by table.
 
-    A number or a name that meets a table becomes a key in it: for ``precision`` the ``mode``, for ``data`` the number
-    to ``replicate``, else the ``size``. So ``tensor=2`` and ``tensor.mode="1d"`` give both.
+    The number of an axis that meets its table, or a table that meets its number, becomes a key in it: for ``data`` the
+    number to ``replicate``, else the ``size``. So ``tensor=2`` and ``tensor.mode="1d"`` give both, in either order. A
+    name for ``precision`` is the ``mode`` for a table that follows, and replaces one that it follows, whose other keys
+    are of another mode.
     """
     result = _merged(base, overrides)
     if set(result) <= {*keys(Config)}:
@@ -120,15 +122,20 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 SHORT = {"precision": "mode", "data": "replicate"}
 """The key that a value in place of a table is short for."""
+AXES = ("tensor", "pipeline", "context", "data")
+"""The tables of ``parallel``."""
 
 
-def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+    """``table``: the key that has ``base``."""
     result = dict(base)
     for key, value in overrides.items():
+        old = result.get(key)
+        if table == "parallel" and key in AXES and isinstance(old, Mapping) and isinstance(value, (int, str)):
+            value = {SHORT.get(key, "size"): value}
         if isinstance(value, Mapping):
-            old = result.get(key)
             if type(old) is int or (key == "precision" and isinstance(old, str)):
                 old = {SHORT.get(key, "size"): old}
-            value = _merged(old if isinstance(old, Mapping) else {}, value)
+            value = _merged(old if isinstance(old, Mapping) else {}, value, key)
         result[key] = value
     return result

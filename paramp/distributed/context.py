@@ -17,7 +17,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -248,9 +248,11 @@ class ParallelContext:
             ranks = ranks.index_select(names.index(self.axes_of("stage")[0]), torch.tensor(stages))
         return family_along(ranks, [names.index(name) for name in axes])
 
-    def make_group(self, name: str, family: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup | None:
+    def make_group(
+        self, name: str, family: torch.Tensor, backend: str | None = None, *, shared: bool = True
+    ) -> dist.ProcessGroup | None:
         """The group of ``family`` that has this rank; None if none has (:meth:`.process_groups.ProcessGroups.make`)."""
-        return self._groups.make(name, family, backend)
+        return self._groups.make(name, family, backend, shared=shared)
 
     def _own_group(self, name: str, family: torch.Tensor) -> dist.ProcessGroup:
         """The group of a ``family`` that has every rank."""
@@ -303,11 +305,11 @@ class ParallelContext:
         """Destroy the process groups of this context. Closing twice is harmless."""
         if self not in OPEN:
             return
-        try:
-            while self.before_close:
-                self.before_close.pop()()
-        finally:
-            self._destroy()
+        with ExitStack() as ends:  # each is called, the last one first, also after one that fails
+            ends.callback(self._destroy)
+            for end in self.before_close:
+                ends.callback(end)
+            self.before_close.clear()
 
     def _destroy(self) -> None:
         place = OPEN.index(self)

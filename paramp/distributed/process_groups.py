@@ -46,9 +46,12 @@ class ProcessGroups:
     def __init__(self, prefix: str) -> None:
         """``prefix``: of the groups' names; the same on every rank, and no other context's in the process."""
         self._prefix = prefix
-        self._made: list[tuple[torch.Tensor, str | None, dist.ProcessGroup]] = []
+        self._made: list[dist.ProcessGroup] = []
+        self._shared: list[tuple[torch.Tensor, str | None, dist.ProcessGroup]] = []
 
-    def make(self, name: str, family: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup | None:
+    def make(
+        self, name: str, family: torch.Tensor, backend: str | None = None, *, shared: bool = True
+    ) -> dist.ProcessGroup | None:
         """The group of ``family`` that has this rank; None if none has.
 
         Every rank calls it with the same families in the same order. Families with equal groups share one process
@@ -58,11 +61,12 @@ class ProcessGroups:
             name: of the family; no other of this context has it.
             family: 2-dim int on the CPU, groups x ranks of a group; disjoint, the ranks of a group ascending.
             backend: None: the world's.
+            shared: False: a group of its own, such as for a thread.
         """
-        if backend is None and family.shape == (1, dist.get_world_size()):
+        if shared and backend is None and family.shape == (1, dist.get_world_size()):
             return dist.group.WORLD
-        for known, its_backend, group in self._made:
-            if its_backend == backend and torch.equal(known, family):
+        for known, its_backend, group in self._shared:
+            if shared and its_backend == backend and torch.equal(known, family):
                 return group
         mine = [int(rank) for rank in family[(family == dist.get_rank()).any(dim=1)].flatten()]
         splits = backend is None and _world_splits()
@@ -83,7 +87,9 @@ class ProcessGroups:
                     # is still in its own call: "Gloo connectFullMesh failed with ... Connection closed by peer".
                     dist.barrier(made)
         if made is not None:
-            self._made.append((family, backend, made))
+            self._made.append(made)
+            if shared:
+                self._shared.append((family, backend, made))
         return made
 
     def take_from(self, mesh: DeviceMesh, *, world: bool) -> None:
@@ -94,13 +100,14 @@ class ProcessGroups:
         """
         registry = mesh._get_root_mesh()._pg_registry
         for name, group in list(registry.items()):
-            if world or any(group is one for *_, one in self._made):
+            if world or any(group is one for one in self._made):
                 del registry[name]
 
     def destroy(self) -> None:
         """Destroy the groups, the last one first: NCCL's members wait for each other in this too."""
+        self._shared.clear()
         while self._made:
-            dist.destroy_process_group(self._made.pop()[-1])
+            dist.destroy_process_group(self._made.pop())
 
 
 def _world_splits() -> bool:

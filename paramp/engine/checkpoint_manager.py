@@ -38,7 +38,8 @@ from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file
 from ..checkpoint.open_checkpoint import problem_together
 from .engine import Engine
 
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+"""The names that :meth:`Checkpoints.save` gives; others, such as ``step-100``, are not its checkpoints."""
 BEST = "best.json"
 """The file in the folder that names the best checkpoint, and its metric."""
 T = TypeVar("T")
@@ -59,6 +60,10 @@ class Checkpoints:
     """Keep the checkpoint with the lowest or highest ``metric``, however old; ``best.json`` in the folder names it."""
 
     def __post_init__(self) -> None:
+        for name in ("every", "keep_last", "keep_every"):
+            value, optional = getattr(self, name), name != "keep_last"
+            fits = (value is None and optional) or (isinstance(value, int) and value >= 1)
+            require(fits, name, value, f"an integer of 1 or more{', or None' if optional else ''}")
         require(self.keep_best in (None, "min", "max"), "keep_best", self.keep_best, '"min", "max" or None')
         self._last_saved: Best | None = None  # None also if it was not the best, or its save failed
 

@@ -356,13 +356,13 @@ class Engine:
         window, gradients, skipped = self._window.record(), self._weights.gradients, self.num_skipped_in_a_row > 0
         return diagnose_overflow(window, self._runner.rerun, gradients, self.context, skipped=skipped)
 
-    def track(self, name: str, thing: Stateful) -> None:
+    def track(self, name: str, thing: Stateful, *, replace: bool = False) -> None:
         """Include the state of ``thing`` in checkpoints: saved from rank 0, loaded on every rank.
 
-        Its ``state_dict()`` consists of numbers, strings, small tensors, lists and dicts; without one, a ConfigError.
-        :func:`paramp.initialize` tracks the learning-rate scheduler and the loaders that it returns.
+        Its ``state_dict()`` has numbers, strings, small tensors, lists and dicts; without one, a ConfigError, as for
+        the name of another thing without ``replace``. ``initialize`` tracks the scheduler and loaders that it returns.
         """
-        self._state.track(name, thing)
+        self._state.track(name, thing, replace=replace)
 
     def save(self, path: str | Path, *, wait: bool = True, then: Callable[[], None] | None = None) -> None:
         """Write a checkpoint to the folder ``path``; :meth:`load` reads it in any layout. Every rank calls it.
@@ -372,7 +372,7 @@ class Engine:
 
         Args:
             wait: False returns when all values are copied to the CPU, and writes in the background. The next save,
-                :meth:`finish_saving` and the end of the context wait for it.
+                :meth:`finish_saving` and the end of the context without an error wait for it.
             then: called on every rank after writing; without ``wait`` from another thread.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from reference import batches
-from small_engines import assert_same_tensors, gpt_engine
+from small_engines import assert_same_tensors, filled_engine, gpt_engine
 
 import paramp
 from paramp.base.errors import CheckpointError
@@ -84,6 +84,21 @@ def test_export_writes_the_model(saved, tmp_path, dtype, capsys):
     assert all(torch.equal(value, weights[name].to(wanted)) for name, value in exported.items())
     assert main(["export", str(path), "--to", str(file)]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_weight_that_overflows_in_the_dtype_is_not_exported(tmp_path, capsys):
+    path, file = tmp_path / "checkpoint", tmp_path / "model.safetensors"
+    with paramp.launch_from_torch({}):
+        engine = filled_engine(torch.inf)
+        engine.module[1].weight.data[1] = -torch.finfo(torch.float32).max  # as masks have it
+        engine.save(path / "infinite")
+        engine.module[1].weight.data[0] = 1e5
+        engine.save(path / "large")
+    assert main(["export", str(path / "large"), "--to", str(file), "--dtype", "fp16"]) == 2
+    assert "--dtype: 1.weight has values up to 100000, which overflow in float16" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+    for name, dtype in (("infinite", "fp16"), ("large", "bf16")):
+        assert main(["export", str(path / name), "--to", str(tmp_path / name), "--dtype", dtype]) == 0
 
 
 def test_an_imported_file_is_loaded_and_the_rest_stays(saved, tmp_path, capsys):

@@ -18,7 +18,7 @@ VALUES = {
     "tuples": {"betas": (0.9, 0.95), "deep": [((1,), [])]},
     "keys": {1: "one", (2, 3): "pair", None: "none", "<type>": "own"},
     "counter": Counter({30: 2, 60: 1}),
-    "sets": [{1, 2}, frozenset({3}), deque([1, 2])],
+    "sets": [{1, 2}, frozenset({3}), deque([1, 2]), deque([1, 2], maxlen=3)],
     "big": 2**80,
 }
 

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -97,7 +98,7 @@ class AsOnAGPU(TorchDispatchMode):
 def test_late_copies_to_the_host_have_been_made_when_they_are_written():
     device, values = torch.device("cuda", 0), torch.arange(6.0)
     with AsOnAGPU() as stream, mock.patch.object(torch.cuda, "current_stream", {device: stream}.get):
-        (staged,) = Saver(SimpleNamespace(device=device))._stage([whole_chunk("weight", values)])
+        (staged,) = Saver(SimpleNamespace(device=device, num_engines=0))._stage([whole_chunk("weight", values)])
         written = staged.slices[0].values.tolist()
     assert written == values.tolist()
 
@@ -134,6 +135,30 @@ def test_a_save_waits_for_the_one_before(tmp_path):
         other = engine_with(1)
         other.load(tmp_path / "first")
         assert_same_tensors(other.full_state_dict(), expected)
+
+
+@on_ranks(2)
+def test_two_engines_save_at_once(world):
+    """Whose threads are late on different ranks. The end of the context waits for both, also if one fails."""
+    write, folder = sharded_save.write, None
+
+    def slow_write(path, *arguments):
+        time.sleep(0.3 if path.name in ("ab"[world.rank], "late") else 0.0)
+        write(path, *arguments)
+
+    def save_both():
+        nonlocal folder
+        with paramp.launch_from_torch({}):
+            folder, first, second = shared_folder(), engine_with(0), engine_with(1, size=8)
+            for _ in range(2):
+                first.save(folder / "a", wait=False)
+                second.save(folder / "b", wait=False)
+            first.save(folder / "late", wait=False)
+            second.save(folder / "last", wait=False, then=lambda: [][0])
+
+    with mock.patch.object(sharded_save, "write", slow_write):
+        each_raises(CheckpointError, {"the checkpoint was written, but then: IndexError": save_both})
+    assert [problems(folder / name) for name in ("a", "b", "late", "last")] == [[]] * 4
 
 
 @pytest.mark.parametrize("precision", ["16-naive", "bf16-naive"])
@@ -298,9 +323,13 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
         def load(**options):
             return lambda: engine_with(**options).load(path)
 
-        def save_with(tracked):
-            engine.track("thing", tracked)
-            return engine.save(path)
+        def save_with(tracked, **options):
+            engine.track("thing", tracked, replace=True)
+            return engine.save(path, **options)
+
+        def save_without_memory():
+            with mock.patch.object(Saver, "_copied", side_effect=MemoryError("full")) if mine else nullcontext():
+                save_with(Tracked({}), wait=False)
 
         def save_in_a_window():
             train(engine, 0)
@@ -325,9 +354,11 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
                 r"path: got '.*/0' on rank 0 and '.*/1' on rank 1": lambda: engine.save(path.parent / str(world.rank)),
                 r"checkpoint\.tracked\.thing\.hook: got builtin_f": lambda: save_with(Tracked({"hook": print})),
                 "save: IndexError: list index out": lambda: save_with(Tracked({}, "save" if mine else None)),
+                "save: IndexError: list .* of": lambda: save_with(Tracked({}, "save" if mine else None), wait=False),
+                "save: MemoryError: full": save_without_memory,
             },
         )
-        save_with(Tracked({"a": 1}, "load" if mine else None))
+        save_with(Tracked({"a": 1}, "load" if mine else None), wait=False)
         each_raises(ValueError if mine else CheckpointError, {"not this": lambda: engine.load(path)})
 
 

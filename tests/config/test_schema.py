@@ -316,6 +316,12 @@ def test_overrides_replace_single_values():
     assert config.parallel.tensor.size == 4
     assert (config.parallel.pipeline.microbatches, config.parallel.pipeline.schedule) == (4, "gpipe")
     assert config.precision.name == "bf16-mixed"
+    # the number of an axis replaces none of the other keys of its table
+    tables = {"data": {"shard": 2}, "pipeline": {"size": 2, "schedule": "gpipe"}, "tensor": {"mode": None}}
+    parallel = load(merge({"parallel": tables}, {"parallel": {"data": 4, "pipeline": 4, "tensor": 1}})).parallel
+    assert (parallel.data.replicate, parallel.shard) == (4, 2)
+    assert (parallel.pipeline.size, parallel.pipeline.schedule, parallel.tensor.mode) == (4, "gpipe", None)
+    assert load(merge({"parallel": tables}, {"parallel": {"data": "auto"}})).parallel.shard == 2
     # fp16 is another name for precision: one of the two replaces the other, and both together are an error
     fp16 = {"fp16": {"mode": AMP_TYPE.NAIVE}}
     assert load(merge({"precision": "16-mixed"}, fp16)).precision.name == "16-naive"

@@ -128,6 +128,20 @@ def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait, sa
         assert checkpoints.due(5, 1.5)
 
 
+def test_folders_with_other_names_are_no_checkpoints(tmp_path):
+    other = tmp_path / "step-2"
+    other.mkdir()
+    with paramp.launch_from_torch({}):
+        engine, checkpoints = engine_of(nn.Linear(1, 1)), paramp.Checkpoints(tmp_path, keep_last=1)
+        for step in (1, 2):
+            saved = checkpoints.save(engine, step, wait=True)
+        assert {*tmp_path.iterdir()} == {other, saved}
+        assert checkpoints.newest() == saved
+    for name, value in (("keep_last", 0), ("keep_last", None), ("every", 0), ("keep_every", 0.5)):
+        with pytest.raises(paramp.ConfigError, match=f"{name}: got {value}, expected an integer of 1 or more"):
+            paramp.Checkpoints(tmp_path, **{name: value})
+
+
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")
 @on_ranks(2)
 def test_a_loop_over_epochs_resumes_in_the_middle_of_one(world, stopped_at):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from beside_plain import seeded
 from pool import on_ranks, shared_folder
-from small_engines import assert_same_tensors, engine_of, train_step
+from small_engines import assert_same_tensors, engine_of, sgd, train_step
 from torch import nn
 
 import paramp
@@ -161,3 +161,16 @@ def test_a_load_drops_the_gradients_of_a_window_that_was_begun(tmp_path):
             engine.load(tmp_path / "saved")
             norms.append([step(engine, value).grad_norm for value in (2.0, 3.0)])
     assert norms[0] == norms[1]
+
+
+def test_a_name_is_that_of_one_tracked_thing():
+    loader = torch.utils.data.DataLoader(torch.zeros(4, 1))
+    with paramp.launch_from_torch({}):
+        schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        engine, *_, scheduler = paramp.initialize(nn.Linear(4, 4), sgd, None, loader, loader, lr_scheduler=schedule)
+        engine.track("mine", scheduler)
+        for name in ("lr_scheduler", "train_dataloader", "test_dataloader", "mine"):
+            with pytest.raises(paramp.ConfigError, match=f"track: the name '{name}' is that of the .* tracked already"):
+                engine.track(name, engine.optimizer)
+        engine.track("mine", scheduler)
+        engine.track("mine", engine.optimizer, replace=True)

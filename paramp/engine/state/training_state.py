@@ -75,10 +75,16 @@ class TrainingState:
         self._num_saves = 0
         self._tracked: dict[str, Stateful] = {}
 
-    def track(self, name: str, thing: Stateful) -> None:
+    def track(self, name: str, thing: Stateful, *, replace: bool) -> None:
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
             raise ConfigError(
                 f"track: got {type(thing).__name__}, expected an object with state_dict() and load_state_dict()"
+            )
+        taken = self._tracked.get(name, thing)
+        if taken is not thing and not replace:
+            raise ConfigError(
+                f"track: the name {name!r} is that of the {type(taken).__name__} which is tracked already; choose "
+                "another, or pass replace=True to save this one in its place"
             )
         self._tracked[name] = thing
 

@@ -146,7 +146,7 @@ class LRSchedulerHook(BaseHook):
 
     def after_hook_is_attached(self, trainer: Any) -> None:
         if isinstance(self.lr_scheduler, LRScheduler):  # not one of initialize's, which the engine tracks already
-            trainer.engine.track("trainer_lr_scheduler", self.lr_scheduler)
+            trainer.engine.track("trainer_lr_scheduler", self.lr_scheduler, replace=True)  # that of an earlier fit
 
     def after_train_epoch(self, trainer: Any) -> None:
         if self.store_lr_in_state:
