@@ -201,7 +201,7 @@ class LightningPrecision:
         return self._scale.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``."""
+        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``; settings stay."""
         self._scale.load_state_dict(state_dict)
 
 

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from ..scaling.complete_and_unscale_gradients import dense_gradients
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.loss_scaling_options import LossScaling
+from ..scaling.loss_scaling_options import LossScaling, resumed_state
 
 
 class SharedGradScaler(DistributedGradScaler):
@@ -183,16 +183,18 @@ class SharedGradScaler(DistributedGradScaler):
         return super().state_dict() if self._scales else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``.
+        """Load a state from :meth:`state_dict`, or from the ``state_dict`` of torch's ``GradScaler``; settings stay.
 
-        An empty one, of a run without loss scaling, leaves the scale as it is.
+        An empty one, of a run without loss scaling, leaves the scale as it is. So does one of a scale that was fixed,
+        if this one changes, and the other way round.
         """
         if self._scales and state_dict:
+            state = resumed_state(self.state_dict(), state_dict)
             self._scaled = False
             self._before = None
             for known in (self._stepped, self._unscaled, self._per_optimizer_states):
                 known.clear()
-            super().load_state_dict(state_dict)
+            super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         self.begin()

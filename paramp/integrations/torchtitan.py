@@ -32,7 +32,7 @@ from ..base.errors import ConfigError, require
 from ..distributed.context import ParallelContext
 from ..scaling.grad_norm import clip_grad_norm_
 from ..scaling.loss_scaler import DistributedGradScaler
-from ..scaling.loss_scaling_options import LossScaling
+from ..scaling.loss_scaling_options import LossScaling, resumed_state
 from . import torchtitan_sequences as sequences
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -115,7 +115,7 @@ class ParampTrainer:
         saves = config.checkpoint.enable
         _check_names(trainer, (*IN_TRAINER, "checkpointer.states") if saves else IN_TRAINER, "Trainer")
         scaling = config.loss_scaling if config.precision == "float16" else LossScaling.static(1.0)
-        self.scaler = DistributedGradScaler(trainer.device, **asdict(scaling))
+        self.scaler = CheckpointedScaler(trainer.device, **asdict(scaling))
         loss = trainer.loss_fn
         (loss if isinstance(loss, ScaledLoss) else loss.loss_fn).scaler = self.scaler
         names = MESHES[trainer.parallel_dims.spmd_backend != "partial_dtensor"]
@@ -183,6 +183,14 @@ class ParampTrainer:
         """Marks the configurations that :func:`adopt` returns."""
 
         __slots__ = ()
+
+
+class CheckpointedScaler(DistributedGradScaler):
+    """The scaler of a trainer, which may load the state of a run in another precision."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a scale and its counters, but not from a run without fp16, whose scale is fixed; settings stay."""
+        super().load_state_dict(resumed_state(self.state_dict(), state_dict))
 
 
 class ScaledLoss:

@@ -42,7 +42,8 @@ Hook = Callable[[dict[str, float], int], object]
 class Metrics:
     """Writes the metrics of a run to ``metrics.jsonl`` in a folder, line by line. A context manager.
 
-    The file of an earlier run is renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..., and so are the others.
+    The files of an earlier run are renamed to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...; its traces, which the
+    renamed ``events.1.jsonl`` names, stay where they are.
     """
 
     def __init__(
@@ -77,8 +78,6 @@ class Metrics:
         if enabled:
             self._folder = user_path(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
-            if resumed_at is None:
-                set_aside(self._folder / TRACES)
             names = ("metrics.jsonl", EVENTS)
             with ExitStack() as stack:
                 self._files = [stack.enter_context(_continued(self._folder / name, resumed_at)) for name in names]

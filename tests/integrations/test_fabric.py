@@ -326,6 +326,25 @@ def test_disabled_loss_scaling_skips_a_gradient_that_is_not_finite():
     assert plugin.loss_scale == SCALE
 
 
+def test_of_another_mode_the_scale_is_taken_over_if_both_change_it():
+    plugin, fixed = paramp.FabricPrecision(SCALED), paramp.FabricPrecision("O3")
+    begun, of_fixed = plugin.state_dict(), fixed.state_dict()
+    plugin.load_state_dict(of_fixed)
+    fixed.load_state_dict(begun)
+    assert (plugin.state_dict(), fixed.state_dict()) == (begun, of_fixed)
+    fixed.scaler.update(4.0)
+    again = paramp.FabricPrecision("O3")
+    again.load_state_dict(fixed.state_dict())
+    assert again.loss_scale == 4.0
+    naive = SharedGradScaler(paramp.Precision.parse("16-naive").scaling, [])
+    naive.commit(torch.tensor(1.0))
+    counted = naive.state_dict()
+    plugin.load_state_dict(counted)
+    assert plugin.state_dict() == begun | {"scale": counted["scale"], "_overflow_tracker": 1}
+    plugin.load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5).state_dict())
+    assert plugin.state_dict() == begun | {"scale": 8.0}
+
+
 def test_a_scale_that_is_set_takes_the_place_of_what_the_steps_before_make_of_it():
     weight = nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), SharedGradScaler(LossScaling(init_scale=8.0), [])

@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import get_args, get_type_hints
 from unittest import mock
@@ -186,19 +187,22 @@ def a_resumed_run_goes_on(world):
 
 
 def a_checkpoint_without_a_scale_is_loaded(world):
-    """Of a run in bf16, if the scale is excluded."""
-    options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
-    stock = titan.build(titan.tiny_config(**options))
-    titan.train(stock, 2)
-    stock.checkpointer.save(2)
-    stock.close()
-    config = adopted(**options)
-    config.checkpoint.exclude_from_loading = ["loss_scaler"]
-    trainer = titan.build(config)
-    titan.resume(trainer)
-    assert (trainer.step, trainer.scaler.get_scale()) == (2, 2.0**12)
-    assert titan.train(trainer, 1)[0]["skipped_steps"] == 0
-    trainer.close()
+    """Of a run in bf16, if the scale is excluded, or of an adopted one, whose scale is fixed."""
+    for before, excluded in ((titan.tiny_config, ["loss_scaler"]), (partial(adopted, "bfloat16"), [])):
+        options = {"folder": shared_folder(), **titan.LAYOUTS["dp_shard"]}
+        in_bf16 = titan.build(before(**options))
+        titan.train(in_bf16, 2)
+        in_bf16.checkpointer.save(2)
+        in_bf16.close()
+        config = adopted(**options)
+        config.checkpoint.exclude_from_loading = excluded
+        trainer = titan.build(config)
+        begun = trainer.scaler.state_dict()
+        titan.resume(trainer)
+        assert (trainer.step, trainer.scaler.state_dict()) == (2, begun)
+        assert trainer.scaler.get_scale() == 2.0**12
+        assert titan.train(trainer, 1)[0]["skipped_steps"] == 0
+        trainer.close()
 
 
 def test_what_does_not_fit_is_refused(torchtitan):

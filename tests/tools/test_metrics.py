@@ -98,8 +98,10 @@ def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
     with pytest.raises(TrainingDiverged), Metrics(tmp_path) as metrics:
         raise TrainingDiverged("stopped", REPORT)
     assert [event["event"] for event in events(tmp_path)] == ["launch", "overflow", "end"]
-    assert (tmp_path / "traces.1").is_dir()
-    assert (tmp_path / "events.2.jsonl").is_file()
+    assert trace in events(tmp_path, "events.2.jsonl")
+    with Metrics(tmp_path) as metrics:
+        assert metrics.record(2, TIMELINE) == tmp_path / "traces" / "step-2.1.json"
+    assert (tmp_path / trace["file"]).is_file()  # that of the first run, where its events name it
     with pytest.raises(ConfigError, match=r"got 'text', expected an OverflowReport"):
         Metrics(tmp_path, enabled=False).record(1, "text")
 

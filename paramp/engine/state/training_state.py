@@ -34,6 +34,7 @@ from ...distributed.phase_of_rank import SAVE
 from ...optim.fused_step import FusedStep
 from ...pipeline.stage import Stages
 from ...scaling.loss_scaler import DistributedGradScaler
+from ...scaling.loss_scaling_options import resumed_state
 from ..accumulation_window import AccumulationWindow
 from ..moving_averages_of_weights import EMA, WeightAverages
 from ..step import OptimizerStep
@@ -184,12 +185,8 @@ class TrainingState:
 
     def _load_scaler(self, saved: dict[str, Any], mode: str | None) -> None:
         """From another mode only scale and counters, and only if both modes change the scale."""
-        local = self._scaler.state_dict()
-        if mode == self._context.config.precision.name:
-            self._scaler.load_state_dict(saved)
-        elif all(state["min_scale"] is None or state["min_scale"] != state["max_scale"] for state in (local, saved)):
-            changing = ("scale", "_growth_tracker", "_overflow_tracker")
-            self._scaler.load_state_dict(local | {key: saved[key] for key in changing})
+        same = mode == self._context.config.precision.name
+        self._scaler.load_state_dict(saved if same else resumed_state(self._scaler.state_dict(), saved))
 
     def _load_values(self, values: Mapping[str, Any]) -> None:
         self._step.counters.load(values["counts"])
