@@ -231,7 +231,7 @@ class AccumulationWindow:
     def begin_batch(self, *, is_known: bool) -> None:
         """A batch begins; ``is_known``: to :meth:`begin_backward` too. Not a collective, which may be due elsewhere."""
         if self.state is State.OPEN or not self._unstepped.stepped:
-            self._unstepped.begin_batch(self.state is State.OPEN, warn=is_known and self._accumulation == 1)
+            self._unstepped.begin_batch(self.state is State.OPEN, warn=is_known)
 
     def begin_backward(self, batch: Batch | None) -> None:
         """Prepare a backward of ``batch``, None if it is not known: drop the gradients of a past step."""
@@ -360,7 +360,7 @@ class AccumulationWindow:
         """Record a failure inside as one of the window; ``incomplete``: it may leave a part of the gradients."""
         try:
             yield
-        except Exception:
+        except BaseException:  # an interrupt too, after which a notebook goes on
             self._failed = True
             if incomplete:
                 if self.state not in (State.BROKEN, State.AVERAGED):

@@ -12,9 +12,9 @@ from ..base.observer_spans import STEP
 from .shared_failure import SharedFailure
 
 ADDED_UP = (
-    "forward_backward: the second batch before a step(), without gradient_accumulation: their gradients add up to a "
-    "sum. Call step() after each batch; for one optimizer step with the mean over k batches, also set "
-    "gradient_accumulation=k in the configuration; to drop the gradients of the first batch, call engine.zero_grad()"
+    "forward_backward: the second batch before a step(): their gradients add up to a sum. Call step() after each "
+    "batch, also with gradient_accumulation=k in the configuration, which makes one optimizer step with the mean over "
+    "k of them; to drop the gradients of a window's first batch, call engine.zero_grad()"
 )
 UNUSED = (
     "{} batches have run, and step() was never called: nothing is trained. Call engine.step() after each "

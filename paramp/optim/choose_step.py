@@ -14,6 +14,7 @@ from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep
 from .matrices.matrix_step import MatrixStep
+from .user_changes.refused_changes import is_step_replaced, refusing_changes
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
 
@@ -23,6 +24,8 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
         return f"{type(optimizer).__name__} is not one of {', '.join(kind.__name__ for kind in KERNELS)}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "it has step hooks"
+    if is_step_replaced(optimizer):
+        return "its step() is replaced"
     for group in optimizer.param_groups:
         if any(tensor.is_complex() for tensor in group["params"]):
             return "it has complex parameters"
@@ -97,7 +100,7 @@ class PlainStep:
                 stepped.grad = gradient
         if self._weights.changes.due:
             self._follow_changes()
-        with self._state:
+        with self._state, refusing_changes(self._weights.followed):
             self._optimizer.step()
         for param, stepped in self._weights.pairs():
             if stepped is not param.parameter:

@@ -23,6 +23,7 @@ class FlatState:
 
     Attributes:
         names: of the state's tensors.
+        names_of_groups: those that the optimizer has, for each of its param groups.
         flat: for each buffer one tensor of each name, as long as this rank's part of it.
         steps: the number of steps of each parameter, 1-dim float32 on the device.
         step_of: views of them.
@@ -52,8 +53,8 @@ class FlatState:
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            names = self._states(group)
+        self.names_of_groups = [self._states(group) for group in optimizer.param_groups]
+        for group, names in zip(optimizer.param_groups, self.names_of_groups, strict=True):
             held = {id(tensor) for tensor in group["params"]}
             for param, stepped in self._weights.pairs():
                 if id(stepped) not in held:

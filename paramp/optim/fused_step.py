@@ -24,6 +24,7 @@ from .flat_buffer import Buffer, FlatParam, StepRange, aligned, step_ranges
 from .flat_state import FlatState, Options, State
 from .flat_weights import NO_GROUP, OptimizerWeights
 from .masters import ALL, Masters
+from .user_changes.refused_changes import check_unchanged
 
 expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
@@ -150,7 +151,8 @@ class FusedStep:
         self._step_ranges, self._ranges = StepRanges(weights.buffers), list[StepRange]()
         self._blocks: dict[tuple[StepRange, int], list[StepBlock]] = {}
         self._counts: tuple[tuple[FlatParam, ...], torch.Tensor] | None = None
-        self._sizes_at_first = self._sizes()
+        self._params_of_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._checked: object = None  # what was found in order last
         optimizer.register_load_state_dict_post_hook(lambda _: self.state_loaded())
 
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
@@ -214,26 +216,14 @@ class FusedStep:
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
-        hooks = len(self._optimizer._optimizer_step_pre_hooks) + len(self._optimizer._optimizer_step_post_hooks)
-        if hooks > 1:  # one is the engine's own
-            raise RuntimeError(
-                "optimizer: step hooks were registered after initialize, but the engine does not call its step(); "
-                "register them before initialize, which then uses the optimizer's own step()"
-            )
-        if self._sizes() != self._sizes_at_first:
-            raise RuntimeError(
-                "optimizer: its param groups were given other parameters after initialize, which nothing would step; "
-                "pass it all parameters before, and freeze those that are trained later"
-            )
-        for group in self._optimizer.param_groups:
-            if missing := set(self._kernel.states(group)).difference(self._state.names):
-                raise RuntimeError(
-                    f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
-                    "set it before"
-                )
-
-    def _sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self._optimizer.param_groups]
+        optimizer, names = self._optimizer, self._state.names_of_groups
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+        needed = [self._kernel.states(group) for group in optimizer.param_groups]
+        given = [([*map(id, group["params"])], group.get("dampening")) for group in optimizer.param_groups]
+        found = hooks, vars(optimizer).get("step"), names, needed, given
+        if found != self._checked:
+            check_unchanged(optimizer, self._params_of_groups, names, needed)
+            self._checked = found
 
     def _gradient_in(
         self, gradient: torch.Tensor, wide: torch.dtype, exact_scale: torch.Tensor, scale: torch.Tensor

@@ -78,9 +78,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
     """Check that an engine or amp can use ``optimizer``.
 
     Raises:
-        ConfigError: it has stepped, needs a closure, is SparseAdam, or holds a tensor that is not in ``names_of``.
+        ConfigError: it has stepped, has state that does not count steps, needs a closure, is SparseAdam, or holds a
+            tensor that is not in ``names_of``.
     """
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    if any(float(state.get("step", 0)) > 0 for state in optimizer.state.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
     if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):
         kind = type(optimizer).__name__
@@ -94,6 +95,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
+    states: Mapping[Any, Any] = optimizer.state
+    for parameter, state in states.items():
+        if "step" not in state:
+            name = names_of[parameter][0] if parameter in names_of else str(parameter)
+            raise ConfigError(
+                f"optimizer: it has stepped already, or its constructor made state for {name!r} without a count of "
+                "steps; pass a fresh one, which makes its state in step(), or with step=0 in it"
+            )
 
 
 def check_same_settings(

@@ -500,7 +500,8 @@ def test_only_the_first_second_batch_without_a_step_waits_for_the_other_ranks():
     with paramp.launch_from_torch({"gradient_accumulation": 2}) as context:
         context.heartbeat = alone()
         engine = engine_of(torch.nn.Linear(2, 2))
-        with mock.patch.object(context.departures, "gather") as gather:
+        warns = pytest.warns(UserWarning, match="the second batch before a step")
+        with mock.patch.object(context.departures, "gather") as gather, warns:
             counts = []
             for _ in range(3):
                 engine.forward_backward(x, x)

@@ -198,6 +198,7 @@ def test_the_loss_comes_with_the_step_too(world, parallel):
                 loss = engine.forward_backward(x, y, return_loss=returned)
             assert (loss is not None) == returned
             assert collectives.counts["allreduce"] == returned
+            engine.zero_grad()
 
 
 def test_a_parametrized_layer_trains():
@@ -276,10 +277,15 @@ def test_what_initialize_refuses():
     def start(optimizer=sgd, model=None, **options):
         return functools.partial(engine_of, model or two_layers(), None, optimizer, **options)
 
-    def used(parameters):
-        optimizer = momentum(parameters)
+    def used(parameters, make=momentum):
+        optimizer = make(parameters)
         parameters[0].grad = torch.ones_like(parameters[0])
         optimizer.step()
+        return optimizer
+
+    def begun(parameters):
+        optimizer = sgd(parameters)
+        optimizer.state[parameters[0]]["slow"] = torch.zeros_like(parameters[0])
         return optimizer
 
     other = sgd([nn.Parameter(torch.ones(3))])
@@ -292,6 +298,8 @@ def test_what_initialize_refuses():
                 "not a parameter of the model": start(other),
                 "an optimizer for a model that is yet to be built": start(other, two_layers),
                 "it has stepped already": start(used([*model.parameters()]), model),
+                "it has stepped already; ": start(used([*model.parameters()], torch.optim.AdamW), model),
+                "made state for '0.weight' without a count of steps": start(begun([*model.parameters()]), model),
                 "lr_scheduler: got 5": start(lr_scheduler=5),
                 "steps another optimizer": start(lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1)),
                 "plan: got list": start(plan=["colwise"]),

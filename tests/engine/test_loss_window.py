@@ -34,6 +34,10 @@ def refuse(gradient):
     raise ArithmeticError("refused")
 
 
+def interrupt(gradient):
+    raise KeyboardInterrupt
+
+
 class Breaking:
     """A mean squared error that fails at the ``place`` that it is set to."""
 
@@ -44,12 +48,12 @@ class Breaking:
             raise ArithmeticError("refused")
         loss = F.mse_loss(output, target)
         if "backward" in self.place:
-            loss.register_hook(refuse)
+            loss.register_hook(interrupt if "interrupted" in self.place else refuse)
         return loss
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-naive", "16-mixed"])
-@pytest.mark.parametrize("place", ["forward", "criterion", "backward", "forward_backward"])
+@pytest.mark.parametrize("place", ["forward", "criterion", "backward", "forward_backward", "interrupted backward"])
 def test_a_window_that_failed_is_dropped(precision, place):
     """Elsewhere gradients that wait for the rest of their window outlive zero_grad."""
 
@@ -68,7 +72,7 @@ def test_a_window_that_failed_is_dropped(precision, place):
                 run(X[0], Y[0])
                 engine.step()
                 criterion.place = place
-                with pytest.raises((ArithmeticError, RuntimeError)):
+                with pytest.raises(KeyboardInterrupt if "interrupted" in place else (ArithmeticError, RuntimeError)):
                     run(X[0, :, :3] if place == "forward" else X[0], Y[0])
                 criterion.place = ""
                 if "backward" in place:
@@ -125,6 +129,9 @@ def test_gradients_that_add_up_by_mistake_are_a_warning_once():
         for index in range(4):
             engine.forward_backward(X[index], Y[index])
             engine.step()
+        engine.forward_backward(X[0], Y[0])
+        with pytest.warns(UserWarning, match="the second batch before a step.*also with gradient_accumulation"):
+            engine.forward_backward(X[1], Y[1])
 
 
 def test_batches_without_any_step_are_a_warning_once():

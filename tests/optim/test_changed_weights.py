@@ -20,6 +20,7 @@ from paramp.optim.user_changes.weights_changed_in_place import ChangedWeights, _
 
 RATE = 2.0**-12
 HALF = {"precision": {"mode": "16-naive", "init_scale": 4.0}}
+DATA = {"parallel": {"data": 2}}
 WIDTH = 200
 """Of a layer whose weight has three runs, of which a step looks at one row each."""
 UNSEEN = WIDTH * WIDTH // 2
@@ -258,6 +259,29 @@ def test_a_remainder_is_not_joined_with_the_weight_of_another(value, rows):
         step(engine)
         found = engine.full_state_dict()["weight"][rows]
         torch.testing.assert_close(found, torch.full_like(found, value - RATE), rtol=2.0**-8, atol=1e-7)
+
+
+def fill(model, *_):
+    local(model[0].weight).fill_(0.375)
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+@on_ranks(2)
+def test_a_change_by_a_step_hook_is_an_error_where_the_step_writes_over_it(world, when):
+    """It holds in fp32, where the step is made in the weights, but not where it is made on the owner of a matrix."""
+    matrices = {"parallel": {"tensor": 2}}
+    for config, make in ((HALF | DATA, sgd), (DATA, sgd), (matrices, torch.optim.Muon)):
+        with paramp.launch_from_torch(config):
+            model = seeded(lambda: nn.Sequential(nn.Linear(8, 8, False)))
+            optimizer = make(model.parameters(), lr=RATE)
+            getattr(optimizer, f"register_step_{when}_hook")(functools.partial(fill, model))
+            engine = engine_of(model, loss, optimizer, plan={"0": "colwise_gather"} if config is matrices else None)
+            if config is DATA:
+                step(engine)
+                torch.testing.assert_close(model[0].weight, torch.full((8, 8), 0.375), atol=0.01, rtol=0)
+            else:
+                with pytest.raises(RuntimeError, match=r"'0.weight' was changed in its step\(\), as by a step hook"):
+                    step(engine)
 
 
 LAYOUTS = {

@@ -61,6 +61,19 @@ def momentum_in_one_group(parameters):
     return torch.optim.SGD([{"params": others, "momentum": 0.9}, {"params": [first]}], lr=0.05)
 
 
+def scheduled(parameters):
+    optimizer = grouped(torch.optim.SGD)(parameters)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # which replaces its step()
+    return optimizer
+
+
+def stepping_twice(parameters):
+    optimizer = grouped(torch.optim.SGD)(parameters)
+    step = optimizer.step
+    optimizer.step = lambda: (step(), step())
+    return optimizer
+
+
 adamw = functools.partial(torch.optim.AdamW, eps=1e-4)
 OPTIMIZERS = {
     "adamw": grouped(torch.optim.AdamW),
@@ -68,13 +81,15 @@ OPTIMIZERS = {
     "sgd": grouped(torch.optim.SGD, momentum=0.9, nesterov=True),
     "plain sgd": grouped(torch.optim.SGD),
     "momentum in one group": momentum_in_one_group,
+    "scheduled": scheduled,
+    "stepping twice": stepping_twice,
     "dampened": grouped(torch.optim.SGD, momentum=0.9, dampening=0.5),
     "foreach": grouped(torch.optim.AdamW, foreach=True),
     "rmsprop": grouped(torch.optim.RMSprop, momentum=0.9),
 }
 
 KERNELS = {"adamw": "aten::_fused_adamw_", "adam": "aten::_fused_adam_"}
-KERNELS |= dict.fromkeys(("sgd", "plain sgd", "momentum in one group"), "aten::_fused_sgd_")
+KERNELS |= dict.fromkeys(("sgd", "plain sgd", "momentum in one group", "scheduled"), "aten::_fused_sgd_")
 """Of torch; the others make their own step."""
 
 
@@ -430,6 +445,7 @@ NOT_FUSED = [
     (torch.float32, functools.partial(torch.optim.AdamW, capturable=True), "it is differentiable or capturable"),
     (torch.float32, functools.partial(torch.optim.AdamW, differentiable=True), "it is differentiable or capturable"),
     (torch.complex64, torch.optim.AdamW, "it has complex parameters"),
+    (torch.float32, stepping_twice, "its step.. is replaced"),
 ]
 
 
@@ -467,6 +483,14 @@ def test_the_data_of_a_dtensor_is_not_replaced_in_silence(world, layout):
         assert train_step(engine, x).stepped
 
 
+def deal(engine):
+    """The parameters to the groups in the opposite order."""
+    groups = engine.optimizer.param_groups
+    tensors = [one for group in groups for one in group["params"]]
+    for group in groups:
+        group["params"] = [tensors.pop() for _ in group["params"]]
+
+
 MOVED = "moved after initialize"
 ADDED = {"params": list(nn.Linear(2, 2).parameters())}
 REFUSED = [
@@ -474,15 +498,19 @@ REFUSED = [
     (lambda engine: set_data(engine.module.weight), MOVED),
     (lambda engine: set_data(engine.module.weight.grad), MOVED),
     (lambda engine: engine.optimizer.register_step_post_hook(print), "step hooks were registered after initialize"),
-    (lambda engine: engine.optimizer.param_groups[0].update(momentum=0.9), "needs 'momentum_buffer' in its state"),
+    (lambda engine: setattr(engine.optimizer, "step", print), r"its step\(\) was replaced after initialize"),
+    (lambda engine: engine.optimizer.param_groups[-1].update(momentum=0.9), "needs 'momentum_buffer' in its state"),
+    (lambda engine: engine.optimizer.param_groups[-1].update(dampening=0.5), "dampening was set after initialize"),
     (lambda engine: engine.optimizer.add_param_group(ADDED), "param groups were given other parameters"),
+    (deal, "param groups were given other parameters"),
 ]
 
 
+@pytest.mark.parametrize("make", [sgd, momentum_in_one_group])
 @pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_would_pass_the_step_by_is_an_error(change, message):
+def test_what_would_pass_the_step_by_is_an_error(change, message, make):
     with paramp.launch_from_torch():
-        engine = engine_of(nn.Linear(4, 4))
+        engine = engine_of(nn.Linear(4, 4), optimizer=make)
         engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
         change(engine)
         each_raises(RuntimeError, {message: engine.step})

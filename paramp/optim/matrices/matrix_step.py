@@ -13,6 +13,7 @@ from ...distributed.replicated_axes import replicated_axes
 from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
+from ..user_changes.refused_changes import refusing_changes
 from ..user_optimizer import SteppedInPlace
 from .matrix_exchange import MatrixExchange, placeholder
 from .needs_whole_matrices import needs_whole_matrices, steps_slices_alone
@@ -58,7 +59,7 @@ class MatrixStep:
             gradient = gradients.pop(param)
             stepped.grad = None if param in absent else gradient.view(stepped.shape)
         try:
-            with self._state:
+            with self._state, refusing_changes([*self._weights.followed, *params]):
                 self._optimizer.step()
             wholes = {param: stepped.detach() for param, stepped in owned.items()}
         finally:

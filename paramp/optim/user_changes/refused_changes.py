@@ -1,0 +1,81 @@
+"""Changes that no step would follow, which are errors: of an optimizer after initialize, of weights in a step hook."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...base.dtensor import version
+from ..flat_buffer import FlatParam
+
+
+def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` was replaced on the instance, but by torch's schedulers, whose own calls that of the class."""
+    step: Any = vars(optimizer).get("step")
+    is_schedulers = hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
+    return step is not None and not is_schedulers
+
+
+def check_unchanged(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Sequence[torch.Tensor]],
+    names: Sequence[Collection[str]],
+    needed: Sequence[Collection[str]],
+) -> None:
+    """Check an optimizer whose ``step()`` the engine does not call, because a fused step computes the same.
+
+    Args:
+        params: those of each param group at initialize.
+        names: of the state tensors that the optimizer has for each group.
+        needed: the names of those that the step needs with each group's options.
+
+    Raises:
+        RuntimeError: it was changed after initialize in a way that the fused step would ignore.
+    """
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    is_replaced = is_step_replaced(optimizer)
+    if hooks > 1 or is_replaced:  # one is the engine's own
+        raise RuntimeError(
+            f"optimizer: {'its step() was replaced' if is_replaced else 'step hooks were registered'} after "
+            "initialize, but the engine does not call its step(); do so before, so that it does"
+        )
+    found = [group["params"] for group in optimizer.param_groups]
+    are_alike = [*map(len, found)] == [*map(len, params)]
+    if not (are_alike and all(map(operator.is_, itertools.chain(*found), itertools.chain(*params)))):
+        raise RuntimeError(
+            "optimizer: its param groups were given other parameters after initialize, which the step does not follow; "
+            "pass it all parameters before, each in its group; later freeze some, or change options of groups"
+        )
+    for there, required in zip(names, needed, strict=True):
+        if missing := set(required).difference(there):
+            raise RuntimeError(
+                f"optimizer: an option was set after initialize that needs {missing.pop()!r} in its state; "
+                "set it before"
+            )
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise RuntimeError(
+            "optimizer: dampening was set after initialize, with which the first step differs from the others; set it "
+            "before, so that the engine calls the optimizer's own step()"
+        )
+
+
+@contextmanager
+def refusing_changes(params: Sequence[FlatParam]) -> Iterator[None]:
+    """The context of an optimizer's own step, whose result is then written over the weights ``params``.
+
+    Raises:
+        RuntimeError: one of them was changed inside, as by a step hook.
+    """
+    before = [version(param.parameter) for param in params]
+    yield
+    for param, then in zip(params, before, strict=True):
+        if version(param.parameter) != then:
+            raise RuntimeError(
+                f"optimizer: {param.name!r} was changed in its step(), as by a step hook, but the step writes over it; "
+                "change what optimizer.param_groups hold there, or weights after engine.step()"
+            )
