@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from .errors import ConfigError
 from .torch_internals import expect
 
 expect("torch._debug_has_internal_overlap", "torch.nn.modules.batchnorm._BatchNorm")
@@ -98,6 +99,23 @@ def runs_forward_of_class(module: nn.Module) -> bool:
     """Whether the forward of ``module`` is that of its class, perhaps inside a context of :func:`run_within`."""
     replaced = vars(module).get("forward")
     return replaced is None or getattr(replaced, OF_CLASS, False)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a forward was set on the object ``module`` that is not that of its class."""
+    replaced = vars(module).get("forward")
+    return replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward
+
+
+def check_forward_of_class(name: str, module: nn.Module) -> None:
+    """Raise a ConfigError if ``module``, called ``name``, has a forward of its own, which its copies would not run."""
+    if has_own_forward(module):
+        kind = type(module).__name__
+        raise ConfigError(
+            f"model: {name or kind!r} has a forward that was set on the object, expected that of its class, {kind}, "
+            "because copies of it with a part of its modules, or without a cache, run that; define the forward in a "
+            "subclass, and set __class__ of the object to it"
+        )
 
 
 @contextmanager

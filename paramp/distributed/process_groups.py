@@ -14,6 +14,7 @@ The members wait for each other, so every rank makes its groups in the same orde
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +59,7 @@ class ProcessGroups:
         group, and the group of all ranks is the world's.
 
         Args:
-            name: of the family; no other of this context has it.
+            name: of the family, for logs; others may have it too.
             family: 2-dim int on the CPU, groups x ranks of a group; disjoint, the ranks of a group ascending.
             backend: None: the world's.
             shared: False: a group of its own, such as for a thread.
@@ -75,7 +76,9 @@ class ProcessGroups:
         # By default the name has the number of groups that this process is in. That differs between ranks, for example
         # if a parameter is tied between some stages only, and ranks that call one group by two names wait forever:
         # gloo's to connect, NCCL's to be destroyed (pytorch #190396).
-        full_name = f"{self._prefix}/{name}/{mine[0] if mine else 'none'}"  # the groups of a family differ in it
+        # Families of one name differ in the key, equal on every rank, and the groups of a family in their first rank.
+        key = zlib.crc32(str(family.tolist()).encode())
+        full_name = f"{self._prefix}/{name}/{key:x}/{mine[0] if mine else 'none'}"
         with patched(c10d, "_process_group_name", lambda *_, **__: full_name):
             if splits:
                 made = dist.split_group(split_ranks=family.tolist(), group_desc=name)

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import nn
 
 from ..base.errors import ConfigError, nearest
-from ..base.module_surgery import keep_only, names_outside
+from ..base.module_surgery import check_forward_of_class, has_own_forward, keep_only, names_outside
 
 
 class Partition(Protocol):
@@ -36,8 +36,10 @@ class Partition(Protocol):
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether ``module`` is an ``nn.Sequential`` that does not override ``forward``."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    """Whether ``module`` is an ``nn.Sequential`` that does not override ``forward``, in its class or on the object."""
+    if not isinstance(module, nn.Sequential):
+        return False
+    return type(module).forward is nn.Sequential.forward and not has_own_forward(module)
 
 
 def units(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -70,7 +72,7 @@ def partition_model(
 ) -> list[nn.Module]:
     """The module of each stage of ``model``; ConfigError if the stages would not compute the same as the model."""
     plan = plan_stages(partition.units, num_stages, split)
-    _check_hooks(model, plan, partition.opened)
+    _check_split_modules(model, plan, partition.opened)
     stages = partition.stages(plan)
     _check_statistics(model, stages)
     return stages
@@ -79,13 +81,18 @@ def partition_model(
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _check_hooks(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collection[str]) -> None:
-    """Raise a ConfigError for hooks on split modules: they would run on parts, once per stage, or not at all."""
+def _check_split_modules(model: nn.Module, plan: Sequence[Sequence[str]], opened: Collection[str]) -> None:
+    """Raise a ConfigError for hooks on split modules, and for forwards that were set on them.
+
+    They would run on parts, once per stage, or not at all.
+    """
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         num_stages = sum(any(unit.startswith(prefix) for unit in units) for units in plan)
-        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
-        if hooks and (num_stages > 1 or name in opened):
+        if num_stages < 2 and name not in opened:
+            continue
+        check_forward_of_class(name, module)
+        if hooks := [hook for kind in HOOKS for hook in getattr(module, kind).values()]:
             what = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook in hooks)
             raise ConfigError(
                 f"parallel.pipeline.size: {name or 'the model'} has hooks ({what}), but is split into stages, which "

@@ -16,7 +16,7 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,21 +153,23 @@ class _Graphs:
     def of(self, call: Call) -> dict[bool, list[_StageGraph]]:
         """The graphs of all stages in both modes."""
         key = key_of(call)
-        if key not in self._cache:
-            if len(self._cache) == MAX_CALLS:
-                self._cache.pop(next(iter(self._cache)))
-            graphs = trace(self.model, self.opened, call)
-            self._cache[key] = {
-                mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()
-            }
-        return self._cache[key]
+        return self._cache[key] if key in self._cache else self._add(call, trace(self.model, self.opened, call))
+
+    def _add(self, call: Call, graphs: Mapping[bool, fx.Graph]) -> dict[bool, list[_StageGraph]]:
+        if len(self._cache) == MAX_CALLS:
+            self._cache.pop(next(iter(self._cache)))
+        _check_changes(graphs.values(), self._stage_of, self.num_stages)
+        added = {mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()}
+        self._cache[key_of(call)] = added
+        return added
 
     def names_used(self, call: Call) -> list[set[str]]:
         """The modules that each stage calls, and what the code between them uses; nothing if it cannot be traced."""
         try:
-            stages = zip(*self.of(call).values(), strict=True)
+            graphs = trace(self.model, self.opened, call)
         except ConfigError:
             return []
+        stages = zip(*self._add(call, graphs).values(), strict=True)
         return [
             {str(node.target) for one in modes for node in one.graph.nodes if node.op in ("get_attr", "call_module")}
             for modes in stages
@@ -259,15 +261,22 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
-def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int) -> list[_StageGraph]:
-    """``graph`` as one graph for each stage, whose input is the output of the one before, a tuple of values."""
-    nodes = [node for node in graph.nodes if not _is_local(node)]
+def _stage_at(graph: fx.Graph, stage_of: Mapping[str, int], num_stages: int) -> dict[fx.Node, int]:
+    """The stage of each node of ``graph`` that is not local, in their order."""
     reached = 0
     stage_at: dict[fx.Node, int] = {}
-    for node in nodes:
+    for node in graph.nodes:
         if node.op == "call_module":
             reached = max(reached, stage_of.get(str(node.target), 0))
-        stage_at[node] = num_stages - 1 if node.op == "output" else reached
+        if not _is_local(node):
+            stage_at[node] = num_stages - 1 if node.op == "output" else reached
+    return stage_at
+
+
+def _partition_graph(graph: fx.Graph, stage_of: Mapping[str, int], num_stages: int) -> list[_StageGraph]:
+    """``graph`` as one graph for each stage, whose input is the output of the one before, a tuple of values."""
+    stage_at = _stage_at(graph, stage_of, num_stages)
+    nodes = list(stage_at)
     last_use = {node: max([stage_at[node], *(stage_at[user] for user in node.users)]) for node in nodes}
     stage_graphs = []
     for stage in range(num_stages):
@@ -276,6 +285,46 @@ def _partition_graph(graph: fx.Graph, stage_of: dict[str, int], num_stages: int)
         calls = [node for node in nodes if stage_at[node] == stage]
         stage_graphs.append(_stage_graph(calls, received, sent if stage < num_stages - 1 else None))
     return stage_graphs
+
+
+def _check_changes(graphs: Iterable[fx.Graph], stage_of: Mapping[str, int], num_stages: int) -> None:
+    """Raise a ConfigError for a tensor that one stage changes in place, and another has a copy of."""
+    stages: dict[str, set[int]] = {}
+    changed: dict[str, fx.Node] = {}
+    for graph in graphs:
+        stage_at = _stage_at(graph, stage_of, num_stages)
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                name, changes = str(node.target), _changes(node)
+                stages.setdefault(name, set()).update(stage_at[user] for user in (*node.users, *changes))
+                changed.update((name, change) for change in changes[:1])
+    for name, change in changed.items():
+        if len(stages[name]) > 1:
+            raise ConfigError(
+                f"parallel.pipeline.split: the code between modules changes {name!r} in place "
+                f"{change.meta.get('line', '')}, and uses it on stages {' and '.join(map(str, sorted(stages[name])))}, "
+                "each of which would have a value of its own; split so that one stage has all of this code, or use the "
+                "result of the change, which is sent"
+            )
+
+
+def _changes(node: fx.Node) -> list[fx.Node]:
+    """The nodes that change the value of ``node`` in place, also through a view."""
+    found = []
+    for user in node.users:
+        if user.op not in ("call_function", "call_method") or user.args[:1] != (node,):
+            continue
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        changes = name.endswith("_") and not name.endswith("__") and user.target not in (operator.and_, operator.or_)
+        if changes:
+            found.append(user)
+        if changes or name in VIEWS:
+            found += _changes(user)
+    return found
+
+
+VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueeze", "select", "narrow")
+"""Methods and functions that may return a view of their first argument; ``getattr``: its ``data``."""
 
 
 def _is_local(node: fx.Node) -> bool:

@@ -74,6 +74,10 @@ class Pipeline:
         self._config = config
         self._schedule_class = get_schedule_class(config.row.torch_name)
         self._setting = StageSetting(context, observers, numerics)
+        asks_all = context.cp.size > 1 and (context.ep.size > 1 or context.config.parallel.shard > 1)
+        self._probing = context.dp if asks_all else context.ep
+        """The ranks that wait for each other in a probe, which sends tokens to experts. Where sequences are cut, and
+        ranks share experts or shards, each forward asks all data ranks whether to try its stage."""
         self.last_rank = config.rank_of(config.num_stages - 1)
         """The pipeline rank that has the last stage."""
         if sends_by_host(context.device, context.pp.group):
@@ -179,15 +183,15 @@ class Pipeline:
         return ready.schedule
 
     def _is_new(self, key: tuple[Any, int, bool, bool]) -> bool:
-        """Whether a schedule is made for ``key``: on a rank of the expert axis, if one of its ranks has no such yet.
+        """Whether a schedule is made for ``key``: if one of the ranks that probe together has none yet.
 
-        A probe sends tokens to the experts of these ranks, which may have batches of other lengths.
+        These may have batches of other lengths.
         """
         is_new = key not in self._schedules
-        if self._context.ep.size == 1:
+        if self._probing.size == 1:
             return is_new
         found = torch.tensor(is_new, dtype=torch.int32, device=self._context.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self._context.ep.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._probing.group)
         return bool(found)
 
     def _new_schedule(self, microbatches: Sequence[Batch], backward: bool) -> _Ready:

@@ -90,8 +90,9 @@ class StageOutput:
         if not same or not all(_fits(leaf, value) for (_, leaf), (_, value) in zip(expected, output, strict=True)):
             raise ConfigError(
                 "pipeline: the output of a stage changed between two batches of the same shape, from "
-                f"{self.tree} to {values}; expected numbers and shapes that depend on the batch's shape only: "
-                "return values that depend on the data as tensors, or split elsewhere"
+                f"{self.tree} to {values}, or a tensor has a gradient that the first one had not; expected numbers, "
+                "shapes and gradients that depend on the batch's shape only: return values that depend on the data as "
+                "tensors, use the same weights in each batch, or split elsewhere"
             )
         differentiable: list[torch.Tensor] = []
         fixed: list[torch.Tensor] = []
@@ -188,7 +189,9 @@ def _fits(leaf: SentTensor | Constant, value: Any) -> bool:
         return isinstance(value, torch.device) or bool(value == leaf.value)
     if not isinstance(value, torch.Tensor) or plain(value).shape != leaf.shape:
         return False
-    return value.is_floating_point() if leaf.has_gradient else value.dtype == leaf.dtype
+    if leaf.has_gradient:
+        return value.is_floating_point()
+    return value.dtype == leaf.dtype and not (value.requires_grad and torch.is_grad_enabled())
 
 
 def _read(carrier: torch.Tensor, parts: list[SentTensor]) -> Iterator[torch.Tensor]:

@@ -87,6 +87,10 @@ def test_groups_after_groups_that_only_some_ranks_are_in(world):
         everyone = torch.arange(4).view(1, 4)
         check_group(context.make_group("save", everyone, backend="gloo"), [0, 1, 2, 3])
         assert context.make_group("world", everyone) is dist.group.WORLD
+        pairs = torch.arange(4).view(2, 2)
+        for family in (pairs, pairs.t()):  # of one name, and rank 0 is the first of a group in both
+            mine = next(ranks for ranks in family.tolist() if world.rank in ranks)
+            check_group(context.make_group("pairs", family), mine)
 
 
 def maps():
@@ -192,7 +196,7 @@ def test_the_worlds_communicator_is_split_by_every_rank(monkeypatch, rank_of_wor
     group = made.make("tp", pairs)
     assert made.make("same", pairs.clone()) is group
     assert made.make("ends", ends) is None
-    assert calls == [(pairs.tolist(), "tp", "run/tp/4"), (ends.tolist(), "ends", "run/ends/none")]
+    assert calls == [(pairs.tolist(), "tp", "run/tp/180f919e/4"), (ends.tolist(), "ends", "run/ends/d4ede17f/none")]
     made.destroy()
     assert list(c10d._world.pg_map) == [dist.group.WORLD]
 

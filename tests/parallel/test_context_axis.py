@@ -300,6 +300,31 @@ def test_stages_of_a_traced_model_attend_over_whole_sequences(world):
         assert_gradients(engine, (tokens, labels), expected, 1e-6)  # the loss is in fp32
 
 
+LARGE_LAYOUTS = {
+    "fsdp2·cp2·pp2": {"data": {"shard": 2}, "context": 2, "pipeline": 2},
+    "fsdp2·cp2·tp2": {"data": {"shard": 2}, "context": 2, "tensor": 2},
+    "hsdp2·fsdp2·cp2": {"data": {"shard": 2, "replicate": 2}, "context": 2},
+}
+"""On eight ranks."""
+
+
+@pytest.mark.parametrize("layout", rarely(LARGE_LAYOUTS, "fsdp2·cp2·pp2"))
+@on_ranks(8)
+def test_data_ranks_that_shard_may_have_sequences_of_other_lengths(world, layout):
+    """A length that is new to one of them only is tried on all: they would wait for each other."""
+    model, (batch, *_) = build("GPT").double(), batches("GPT")
+    whole = batch["input_ids"], batch["labels"]
+    with paramp.launch_from_torch({"parallel": LARGE_LAYOUTS[layout], "precision": "64-true"}) as context:
+        rows = zip(*(tensor.chunk(context.dp.size) for tensor in whole), strict=True)
+        parts = [[one[:, : LENGTH - 8 * index] for one in row] for index, row in enumerate(rows)]
+        losses = [summed_loss(model(tokens), labels) for tokens, labels in parts]
+        expected = gradients_of(model, *map(sum, zip(*losses, strict=True)))
+        engine = engine_of(model, summed_loss, functools.partial(torch.optim.SGD, lr=16.0))
+        engine.forward_backward(*own_part(context, *whole))
+        engine.zero_grad()
+        assert_gradients(engine, parts[context.dp.rank], expected, 1e-6)
+
+
 @on_ranks(2)
 def test_outputs_and_evaluations_are_of_whole_sequences(world):
     (batch, *_) = batches("GPT")
@@ -686,8 +711,10 @@ def test_what_would_train_otherwise_is_an_error_at_the_first_batch(world, case):
         engine = engine_of(make(), criterion)
         length = {"length": 30, "far shift": 64, "ends of parts": 512, "farther apart than 256": 512}.get(case, LENGTH)
         tokens = torch.randint(0, 100, (2, length))
-        with pytest.raises((paramp.ConfigError, ValueError), match=text) if text else contextlib.nullcontext():
-            engine.forward_backward(tokens, None if criterion is None else tokens)
+        for _ in range(2):  # an error that was caught is not the last one
+            with pytest.raises((paramp.ConfigError, ValueError), match=text) if text else contextlib.nullcontext():
+                engine.forward_backward(tokens, None if criterion is None else tokens)
+            engine.zero_grad()
 
 
 class Later(nn.Linear):

@@ -2,6 +2,7 @@
 
 import warnings
 from contextlib import nullcontext
+from types import MethodType
 
 import pytest
 import torch
@@ -223,12 +224,24 @@ def test_mistakes_in_a_plan(plan, message):
         resolve_plan(plan, ["blocks", "blocks.0", "blocks.0.qkv"])
 
 
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_forward(layer):
+    layer.forward = MethodType(Doubling.forward, layer)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "style", "message"),
     [
         (nn.Linear(4, 6), "colwise", "'0' has out_features 6, expected a multiple of parallel.tensor.size 4"),
         (nn.Linear(6, 4), "rowwise", "'0' has in_features 6, expected a multiple of parallel.tensor.size 4"),
         (nn.Linear(4, 12), "packed_colwise_2", "'0' has 12 outputs, expected a multiple of 2 parts x .* 4"),
+        (Doubling(4, 16), "packed_colwise_2", "'0' is a Doubling with a forward of its own, expected that of a Linear"),
+        (with_forward(nn.Linear(4, 16)), "packed_colwise_2", "'0' is a Linear with a forward of its own"),
         (nn.Linear(4, 8), "colwise", None),
         (nn.Linear(8, 4), "rowwise", None),
         (nn.Embedding(8, 4), "rowwise", None),

@@ -33,6 +33,7 @@ LARGE_LAYOUTS = {
     "fsdp2·ep2·pp2": {"data": {"shard": 4}, "expert": 2, "pipeline": 2},
     "fsdp2·ep2·tp2": {"data": {"shard": 4}, "expert": 2, "tensor": 2},
     "fsdp4·cp2·ep2": {"data": {"shard": 4}, "context": 2, "expert": 2},
+    "dp2·cp2·ep2": {"data": 4, "context": 2, "expert": 2},
     "hsdp2·fsdp2·ep2": {"data": {"replicate": 2, "shard": 4}, "expert": 2},
 }
 """On eight."""

@@ -1,6 +1,7 @@
 """Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
 
 import functools
+from types import MethodType
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from small_engines import engine_of, own_part
 from torch.nn import functional as F
 
 import paramp
+from paramp.config.layout import PipelineConfig
+from paramp.parallel.model_families import adapter_for
 
 pytest.importorskip("transformers")
 
@@ -208,6 +211,17 @@ def test_outputs_have_names_and_no_cache(name):
     for use in (without_cache, PretrainedPartition):
         with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
             use(model)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_forward_that_was_set_on_the_object_is_refused(num_stages):
+    """Stages, and the model without a cache, are copies that run the forward of the class."""
+    model, pipeline = build("llama"), PipelineConfig(size=num_stages)
+    model.forward = MethodType(type(model).forward, model)  # as peft sets it, for its signature
+    adapter_for(model).stages(pipeline, {})
+    model.forward = MethodType(norm_twice, model)
+    with pytest.raises(paramp.ConfigError, match="'LlamaForCausalLM' has a forward that was set on the object"):
+        adapter_for(model).stages(pipeline, {})
 
 
 def padded(seed, size=8, length=7):

@@ -186,6 +186,10 @@ def test_what_cannot_be_sharded_or_filled_is_an_error():
         styles_of(adapted("own", use_dora=True), {"base_model.model.layers.*.up": "colwise"})
     with pytest.raises(paramp.ConfigError, match=r"layers\.0\.up\.lora_A\.default\.weight' is on the meta device"):
         adapter_for(adapted("own").to("meta")).initial_values()
+    model = adapted("own")
+    model.forward = print
+    with pytest.raises(paramp.ConfigError, match="'PeftModel' has a forward that was set on the object"):
+        adapter_for(model).single_stage()
 
 
 def test_entries_of_slices_of_the_sequence():

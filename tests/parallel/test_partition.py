@@ -1,6 +1,7 @@
 """Partitions of sequential models into stages."""
 
 import itertools
+from types import MethodType
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from reference import small_gpt
 from torch import nn
 
 import paramp
+from paramp.config.layout import PipelineConfig
+from paramp.parallel.model_families import adapter_for
 from paramp.parallel.partition import SequentialPartition, plan_stages, units
 
 
@@ -62,9 +65,17 @@ def nested():
     return nn.Sequential(nn.Linear(4, 4), inner, nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
 
 
+def with_forward(model, name):
+    """``model``, of which a module adds its input, by a forward that was set on the object."""
+    module = model.get_submodule(name)
+    module.forward = MethodType(lambda self, x: x + nn.Sequential.forward(self, x), module)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "names"),
     [
+        (lambda: with_forward(nested(), "1"), ["0", "1", "2", "3.0"]),
         (nested, ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]),
         (again, [*"012345"]),
         (lambda: small_gpt(num_layers=2), ["embedding", "blocks.0", "blocks.1", "norm", "head"]),
@@ -84,3 +95,8 @@ def test_a_sequence_is_cut_between_any_two_of_its_modules(build, names):
         held = [pair for part in (first, second) for pair in part.named_parameters(remove_duplicate=False)]
         assert sorted(key for key, _ in held) == sorted(whole)
         assert all(whole[key] is value for key, value in held)
+
+
+def test_a_forward_that_was_set_on_what_is_split_is_refused():
+    with pytest.raises(paramp.ConfigError, match="model: 'Sequential' has a forward that was set on the object"):
+        adapter_for(with_forward(nested(), "")).stages(PipelineConfig(size=2), {})

@@ -2,6 +2,7 @@
 
 import random
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -203,6 +204,46 @@ def test_models_and_names_that_cannot_be_split(model, split, message):
         plan_stages(TracedPartition(model, 2, split).units, 2, split)
     assert torch.arange(3).tolist() == [0, 1, 2]
     assert model.training
+
+
+class Scaled(Two):
+    """The code between its modules changes a buffer in training, and divides by what ``used`` chooses."""
+
+    def __init__(self, change, used):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.change, self.used = change, used
+
+    def forward(self, x):
+        y = self.one(x)
+        sent = self.change(self.scale, y.abs().max()) if self.training else self.scale.clone()
+        return self.two(y) / self.used(self, sent)[0]
+
+
+def in_place(scale, most):
+    return scale.mul_(0.5).add_(most)
+
+
+def own(module, sent):
+    return module.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "used", "is_refused"),
+    [
+        (in_place, own, True),
+        (lambda scale, most: scale.data[1:].copy_(most), own, True),
+        (lambda scale, most: torch.relu_(scale), own, True),
+        (in_place, lambda module, sent: sent if module.training else module.scale, True),
+        (in_place, lambda module, sent: sent, False),
+        (lambda scale, most: scale.mul(0.5).add_(most) * (scale & most), own, False),
+    ],
+)
+def test_a_buffer_that_one_stage_changes_and_another_uses_is_refused(change, used, is_refused):
+    """Each of them would have a copy of its own."""
+    message = r"changes 'scale' in place at test_partition_fx\.py.*, and uses it on stages 0 and 1, each of which"
+    with pytest.raises(paramp.ConfigError, match=message) if is_refused else nullcontext():
+        partition_of(Scaled(change, used), "two")
 
 
 @pytest.mark.parametrize(

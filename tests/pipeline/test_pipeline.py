@@ -164,6 +164,31 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
 
 
+class Skipped(nn.Linear):
+    """A layer that the first batches leave out."""
+
+    left_out = True
+
+    def forward(self, x):
+        return x if self.left_out else super().forward(x)
+
+
+@on_ranks(2)
+def test_a_gradient_that_the_first_batch_had_not_is_an_error(world):
+    """It would not be sent back, and the stage not be trained. An evaluation needs none."""
+    x, layer = torch.ones(4, 4), Skipped(4, 4)
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        engine = engine_of(nn.Sequential(layer, nn.Linear(4, 4)))
+        engine.evaluate(x, x)
+        engine.evaluate(x.clone().requires_grad_(), x)
+        engine.forward_backward(x, x)
+        engine.zero_grad()
+        layer.left_out = False
+        engine.evaluate(x, x)
+        with pytest.raises(paramp.ConfigError, match="or a tensor has a gradient that the first one had not"):
+            engine.forward_backward(x, x)
+
+
 def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():
     linked, model = LinkedStage(SimpleNamespace(device=torch.device("cpu")), pytest.fail), nn.Linear(4, 4)
     linked.output = {"logits": model(torch.ones(2, 4)), "labels": torch.zeros(2)}

@@ -167,22 +167,25 @@ class CutStage:
         else:
             length = _length_behind(_num_tokens(args) * self.axis.size, kwargs, self.axis)
             own_args, own_kwargs = args, self.inputs.cut((), kwargs, length, self.axis)[1]
-        if ACTIVE and self._is_new_kind(args, kwargs):
+        if ACTIVE and self._is_new(kind := self._kind_of(args, kwargs)):
             self._try(args, kwargs, length)
+            self._tried.add(kind)  # not before: the next call of a model that is refused is refused too
         return self.compute(*own_args, **own_kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """What the stage returns for inputs that are cut, or, in the trial, whole."""
         return self.stage.forward(*args, **kwargs)
 
-    def _is_new_kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether no such batch has been tried: of the same inputs, with or without padding, and so on."""
+    def _kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What tells batches apart that are tried each: which inputs they have, with or without padding, and so on."""
         found = list(leaves((args, dict(kwargs)), "inputs"))
         inputs = [(path, one.dtype, one.ndim) for path, one in found if isinstance(one, torch.Tensor)]
         content = self.inputs.content(kwargs)
-        kind = (*inputs, *((path, one) for path, one in found if isinstance(one, (bool, str))), content)
+        return (*inputs, *((path, one) for path, one in found if isinstance(one, (bool, str))), content)
+
+    def _is_new(self, kind: Any) -> bool:
+        """Whether no batch of this ``kind`` has been tried, here or, where data ranks wait, on one of them."""
         is_new = kind not in self._tried
-        self._tried.add(kind)
         if self._gathers_weights or self.context.config.parallel.expert > 1:  # data ranks meet in a forward
             found_new = torch.tensor(float(is_new), device=self.context.device)
             dist.all_reduce(found_new, dist.ReduceOp.MAX, self.context.dp.group)

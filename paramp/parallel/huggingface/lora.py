@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import copy_on_meta, shallow_copy, with_forward
+from ...base.module_surgery import check_forward_of_class, copy_on_meta, shallow_copy, with_forward
 from ..materialize import outline
 from ..partition import Partition
 
@@ -153,6 +153,7 @@ class WrappedPartition:
 
 def wrapped(wrapper: nn.Module, stage: nn.Module, whole: nn.Module | None = None) -> nn.Module:
     """A copy of ``wrapper``, a ``PeftModel``, around ``stage``, which it calls. ``whole``: a copy of it on ``meta``."""
+    check_forward_of_class("", wrapper)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return stage(*args, **kwargs)

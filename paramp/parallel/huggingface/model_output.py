@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import with_forward
+from ...base.module_surgery import check_forward_of_class, with_forward
 from ...distributed.token_positions import ACTIVE
 from ..loss_and_outputs_of_batch import summed
 from ..microbatches import Batch
@@ -25,6 +25,7 @@ from .tokens_that_balance_experts import MASK, masked_by
 def without_cache(model: nn.Module) -> nn.Module:
     """``model`` without a cache of keys and values, whose loss is the mean over the microbatch's labels."""
     check_output(model)
+    check_forward_of_class("", model)
     options = call_options(model)
     counted, count, named = counting(model), label_count(model), inputs_by_name(model)
     routers = RouterLoss.of(model)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ...base.dtensor import LOCAL_SHARDS, is_dtensor
 from ...base.errors import ConfigError
-from ...base.module_surgery import replace_forward, with_parameters
+from ...base.module_surgery import has_own_forward, replace_forward, with_parameters
 from .differentiable_collectives import (
     as_shards,
     enter,
@@ -198,9 +198,16 @@ class PackedColwise(ParallelStyle):
         return 1 if is_conv1d(module) else 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
-        """Check that ``module`` is a linear layer whose sharded size divides over ``size`` ranks."""
+        """Check that ``module`` is a linear layer that computes as one, and whose size divides over ``size`` ranks."""
+        kind = type(module).__name__
         if not (isinstance(module, nn.Linear) or is_conv1d(module)):
-            raise ConfigError(f"plan: {name!r} is a {type(module).__name__}, expected a Linear or a Conv1D")
+            raise ConfigError(f"plan: {name!r} is a {kind}, expected a Linear or a Conv1D")
+        if has_own_forward(module) or not (is_conv1d(module) or type(module).forward is nn.Linear.forward):
+            raise ConfigError(
+                f"plan: {name!r} is a {kind} with a forward of its own, expected that of a Linear, because each rank "
+                "computes its shard as that does; move what the forward adds into another module, or leave the layer, "
+                "and those sharded with it, out of the plan"
+            )
         features = module.get_parameter("weight").shape[self.dim(module)]
         if features % (self.parts * size):
             multiple = f"{self.parts} parts x parallel.tensor.size {size}"
