@@ -209,3 +209,32 @@ def test_dropout_of_sharded_features(world, style):
         masks = everywhere(kept[0].tolist())
         assert kept[0].shape == (4, 32)
         assert (masks[0] == masks[1]) == (style is None)
+
+
+class NormedHeads(nn.Module):
+    """Features of which heads of 4 share a norm, as the queries of an attention may."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 16), nn.LayerNorm(4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2, "zero": 1}, {"data": {"shard": 2}}, {"pipeline": 2}], ids=str)
+@on_ranks(4)
+def test_what_heads_share_needs_a_style(world, parallel):
+    def build():
+        return nn.Sequential(NormedHeads(), nn.Linear(4, 4))
+
+    plan, steps = {"*.up": "colwise", "*.down": "rowwise"}, [(randn(8, 4), randn(8, 4, seed=2))] * 4
+    for styles, differ in (({"*.norm": "partial_gradient"}, set()), ({}, {"0.norm.weight", "0.norm.bias"})):
+        with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel}) as context:
+            engine = engine_of(seeded(build), plan=plan | styles)
+            if styles:
+                train_both(context, engine, seeded(build), steps)
+            else:
+                engine.forward_backward(*own_part(context, *steps[0]))
+                engine.step()
+            assert {found.parameter for found in engine.check_replicas() if found.kind == "weight"} == differ
