@@ -38,6 +38,7 @@ from ..scaling.grad_norm import norm_weight
 from .flat_buffer import Buffer, FlatParam, in_buckets
 from .flat_gradients import FlatGradients, GradientReduction
 from .matrices.matrix_exchange import MatrixExchange
+from .replicated_gradients import ComparedGradients
 from .user_changes.replaced_parameters import ModelParameters
 from .user_changes.weights_changed_in_place import ChangedWeights
 
@@ -118,7 +119,8 @@ class FlatWeights:
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
             self._model_parameters.follow_loads(self.follow_weights)
-        self.gradients = FlatGradients(self.params, self.buffers, self.frozen, reduction, context)
+        kind = ComparedGradients if context.tensor_axis.size > 1 else FlatGradients
+        self.gradients: FlatGradients = kind(self.params, self.buffers, self.frozen, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
         self.gradients.before_batch = self.put_back = self._model_parameters.put_back
 

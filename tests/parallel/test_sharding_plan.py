@@ -9,7 +9,7 @@ from beside_plain import assert_weights, randn, seeded, train_both
 from counting import Collectives, Operators
 from pool import on_ranks
 from reference import batches, small_gpt
-from small_engines import engine_of, everywhere, own_part
+from small_engines import engine_of, everywhere, own_part, train_step
 from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -212,11 +212,13 @@ def test_dropout_of_sharded_features(world, style):
 
 
 class NormedHeads(nn.Module):
-    """Features of which heads of 4 share a norm, as the queries of an attention may."""
+    """Features of which heads of 4 share a norm, as the queries of an attention may; ``down`` may begin as zeros."""
 
-    def __init__(self):
+    def __init__(self, zeros=False):
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 16), nn.LayerNorm(4), nn.Linear(16, 4)
+        if zeros:
+            nn.init.zeros_(self.down.weight)
 
     def forward(self, x):
         return x + self.down(self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2))
@@ -224,17 +226,26 @@ class NormedHeads(nn.Module):
 
 @pytest.mark.parametrize("parallel", [{"data": 2, "zero": 1}, {"data": {"shard": 2}}, {"pipeline": 2}], ids=str)
 @on_ranks(4)
-def test_what_heads_share_needs_a_style(world, parallel):
-    def build():
-        return nn.Sequential(NormedHeads(), nn.Linear(4, 4))
+def test_what_heads_share_is_refused_without_a_style(world, parallel):
+    """On every rank, before its first step with a gradient: that of the second window, behind a layer of zeros."""
 
-    plan, steps = {"*.up": "colwise", "*.down": "rowwise"}, [(randn(8, 4), randn(8, 4, seed=2))] * 4
-    for styles, differ in (({"*.norm": "partial_gradient"}, set()), ({}, {"0.norm.weight", "0.norm.bias"})):
-        with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel}) as context:
-            engine = engine_of(seeded(build), plan=plan | styles)
-            if styles:
-                train_both(context, engine, seeded(build), steps)
-            else:
-                engine.forward_backward(*own_part(context, *steps[0]))
-                engine.step()
-            assert {found.parameter for found in engine.check_replicas() if found.kind == "weight"} == differ
+    def build(*zeros):
+        return nn.Sequential(NormedHeads(*zeros), nn.Linear(4, 4))
+
+    plan, (x, y) = {"*.up": "colwise", "*.down": "rowwise"}, randn(2, 8, 4, 4)
+    words = r"tensor ranks have different gradients of '0\.norm\.weight', '0\.norm\.bias', which"
+    for zeros, scale in ((False, 1.0), (True, 1.0), (False, 2.0**24)):
+        precision = "32-true" if scale == 1.0 else {"mode": "16-mixed", "init_scale": scale}
+        with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel, "precision": precision}) as context:
+            engine, part, results = engine_of(seeded(build, zeros), plan=plan), own_part(context, x, y), []
+            with pytest.raises(paramp.ConfigError, match=words):
+                results.extend(train_step(engine, *part) for _ in range(30))
+            assert [result.overflow for result in results] == [not result.stepped for result in results]
+            assert (engine.num_steps, any(result.overflow for result in results)) == (zeros, scale > 1.0)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel}) as context:
+        plan |= {"*.norm": "partial_gradient"}
+        train_both(context, engine_of(seeded(build), plan=plan), seeded(build), [(x, y)] * 4)
+        engine = engine_of(seeded(build), plan=plan)
+        biases = [one for name, one in engine.named_parameters() if name == "1.bias"]  # on its stage
+        engine.before_step.append(lambda: [one.grad.mul_(1e-6 * (1 + context.tp.rank)) for one in biases])
+        assert train_step(engine, *part).stepped  # as what cancels but for rounding

@@ -40,6 +40,7 @@ class Documented(NamedTuple):
 ALWAYS = "Inside Fabric, Accelerate and the Trainers, torchtitan's too, it always does"
 DOCUMENTED: list[Documented] = [
     Documented(("SameBatches._compare_bits",), "docs/step.md", "The host waits for their bits"),
+    Documented(("ComparedGradients._compare",), "docs/step.md", "On a GPU the host waits for these sums"),
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
     Documented(("SharedGradScaler.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),

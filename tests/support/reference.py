@@ -187,6 +187,8 @@ def train_engine(
     model, optimizer = build(), optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     engine, *_ = paramp.initialize(model, optimizer(model.parameters()), loss)
+    if halve_on_rank is not None and context.tp.size > 1:
+        engine._weights.gradients.awaited.clear()  # else the first step refuses it
     losses = []
     for step, (x, y) in enumerate(batches(steps, length=length)):
         x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))
