@@ -87,9 +87,8 @@ def children(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, Mapping):
         return dict(tree.items())
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return {
-            field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
-        }
+        names = [field.name for field in dataclasses.fields(tree)]
+        return {name: getattr(tree, name) for name in names if hasattr(tree, name)}
     return None
 
 
@@ -101,8 +100,7 @@ def step_to(tree: Any, key: Any) -> str:
 def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     """A tree of the class of ``tree`` with other ``parts``."""
     if isinstance(tree, (tuple, list)):
-        values = list(parts.values())
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(list(parts.values()))
     if not isinstance(tree, Mapping):
         changed = copy.copy(tree)
         for name, value in parts.items():
@@ -111,6 +109,8 @@ def rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
     if hasattr(tree, "__dataclass_fields__"):  # transformers' ModelOutput, which is a mapping of its fields
         return type(tree)(**parts)
     result: Any = copy.copy(tree) if isinstance(tree, MutableMapping) else {}
+    if not isinstance(result, dict) and not hasattr(type(result), "__copy__"):  # it shares what holds the values
+        result = copy.deepcopy(tree, {id(value): value for value in tree.values()})
     for key, value in parts.items():
         result[key] = value
     return result

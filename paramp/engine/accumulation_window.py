@@ -25,7 +25,7 @@ from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.rng import random_states
 from ..observe.recorded_window import RecordedBatch, WindowRecord
 from ..optim.flat_gradients import FlatGradients
-from ..parallel.expert_balance import StepCounts
+from ..parallel.expert_balance import StepCounts, restart_all
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..scaling.loss_scaler import DistributedGradScaler
@@ -240,6 +240,7 @@ class AccumulationWindow:
         if self.state in (State.STEPPED, State.BROKEN) and not self._num_calls:
             self.drop()
         self._go(State.OPEN)
+        self._failed = False  # a forward that failed before has left nothing
         self._keep(batch)
         self._gradients.begin_window()
 
@@ -344,8 +345,7 @@ class AccumulationWindow:
             self.losses.restart()
             if self.is_open:
                 self.calls = []
-                for counts in self.counts:
-                    counts.restart()
+                restart_all(self.counts)
             self._num_calls, self._length, self._before = 0, self._accumulation, State.EMPTY
             self._failed = self.foreign.accumulated = False
             self._go(State.EMPTY)
@@ -362,10 +362,10 @@ class AccumulationWindow:
             yield
         except BaseException:  # an interrupt too, after which a notebook goes on
             self._failed = True
-            if incomplete:
-                if self.state not in (State.BROKEN, State.AVERAGED):
-                    self._before = self.state
-                self._go(State.BROKEN)
+            if incomplete and self.state is not State.BROKEN:
+                averaged = self.state is State.AVERAGED
+                self._before, self.state = (State.BROKEN, self.state) if averaged else (self.state, State.BROKEN)
+                restart_all(self.counts)  # also if its step failed, for which the window has ended
             raise
 
     @contextmanager

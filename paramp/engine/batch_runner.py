@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, ref
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.dtensor import full_tensor
 from ..base.errors import ConfigError
@@ -21,7 +21,7 @@ from ..optim.flat_weights import FlatWeights
 from ..parallel.loss_and_outputs_of_batch import loss_in, summed
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
-from ..precision.compute_context import ComputeContext, moved
+from ..precision.compute_context import ComputeContext, default_dtype_of, moved
 from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
 from .model_plan import sequence_axis
 from .power_of_two_loss_divisor import Criterion, Loss, as_count
@@ -88,7 +88,7 @@ class CheckedCriterion:
         self._criterion = criterion
         self._own_loss = own_loss
         self.compute = compute
-        self._found: tuple[ReferenceType[torch.Tensor], torch.Tensor] | None = None
+        self._counts = WeakTensorKeyDictionary()  # of losses that are means
 
     @property
     def is_given(self) -> bool:
@@ -112,18 +112,16 @@ class CheckedCriterion:
 
     def find_count(self, output: Any, batch: Batch) -> None:
         """Remember the count of the model's own loss in a joined ``output``, for :meth:`counted`; not the loss."""
-        loss, self._found = loss_in(output), None
+        loss = loss_in(output)
         if self._criterion is None and isinstance(loss, torch.Tensor):
             found, sequences = self._own_loss(output, batch), self.compute.sequences
             if isinstance(found, tuple):
-                self._found = ref(loss), found[1] if sequences is None else sequences.summed(found[1])
+                self._counts[loss] = found[1] if sequences is None else sequences.summed(found[1])
 
     def counted(self, loss: Any) -> Any:
-        """``loss``; as ``(sum, count)`` if it is the mean in the output that :meth:`find_count` was given last."""
-        if self._found is None or not isinstance(loss, torch.Tensor) or self._found[0]() is not loss:
-            return loss
-        count = self._found[1]
-        return summed(loss, count), count
+        """``loss``; as ``(sum, count)`` if it is the mean in an output that :meth:`find_count` was given."""
+        count = self._counts.get(loss) if isinstance(loss, torch.Tensor) else None
+        return loss if count is None else (summed(loss, count), count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
@@ -221,8 +219,8 @@ class BatchRunner:
             backward: add losses and gradients to the accumulation window.
             totals: without a backward, add the losses to it; None: compute no losses.
         """
-        if self._failure.is_alone:
-            self._failure.refuse()
+        if self._failure.is_shared:
+            self._failure.begin_batch()
         if backward:
             self._window.begin_batch(is_known=True)
         batch, microbatches = self._split(inputs, target, training=backward)
@@ -312,8 +310,6 @@ class BatchRunner:
 
         Yields a function to call before the last backward; with ``overlap`` it starts the reductions.
         """
-        if self._failure.is_shared:
-            self._failure.begin_batch()
         begun = not overlap
 
         def before_last_backward() -> None:
@@ -348,7 +344,7 @@ class BatchRunner:
                 if index == len(microbatches) - 1:
                     before_last_backward()
                 self._numerics.begin_backward(index)
-                with span(self._observers, "backward", 0, index):
+                with span(self._observers, "backward", 0, index), default_dtype_of(self._compute.precision):
                     value.backward()
                 self._numerics.end_backward(0, index)
 

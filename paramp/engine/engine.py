@@ -249,9 +249,10 @@ class Engine:
         if not self._window.end_call(scale):
             return StepResult(scale.double().reshape(1), stepping=False)
         may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
-        for prepare in self.before_step:
-            prepare()
-        result = self._optimizer_step.make(scale)
+        with self._window.failing():
+            for prepare in self.before_step:
+                prepare()
+            result = self._optimizer_step.make(scale)
         if self._replicas.every is not None:
             self._replicas.check_in_turn(self._replicas.every, self._window.record())
         if may_stop and result.overflow:

@@ -23,6 +23,7 @@ from ..observe.recorded_window import RecordedBatch
 from ..parallel.expert_balance import EACH_ONCE, announcing
 from ..parallel.loss_and_outputs_of_batch import broadcast_tree, join
 from ..parallel.microbatches import Batch
+from ..precision.compute_context import default_dtype_of
 from .accumulation_window import LossTotals
 from .batch_runner import BatchRunner, Seen, no_loss
 from .evaluation import batch_of, evaluation_mode, is_loader, run_loader
@@ -59,9 +60,10 @@ class LoopRunner(BatchRunner):
             with failing, self._context.phase("forward" if training else "evaluation"), self._computing(), running:
                 output = self.criterion.joined(self._stages(*batch.args, **batch.kwargs), batch)
             if not training:
-                return map_tensors(full_tensor, output)
-            self.criterion.find_count(output, batch)
-            for tensor in tensors(output):
+                output = map_tensors(full_tensor, output)
+            if training or torch.is_grad_enabled():  # so that a backward may follow
+                self.criterion.find_count(output, batch)
+            for tensor in tensors(output) if training else ():
                 self._window.foreign.watch(tensor)
             return output
         if training:
@@ -78,6 +80,7 @@ class LoopRunner(BatchRunner):
         """
         window, loss = self._window, self._of_rank(self.criterion.counted(loss))
         self._numerics.check_own_forward()
+        self._failure.begin_batch()
         window.begin_batch(is_known=False)
         window.begin_backward(None)
         taking_part = self._taking_part(window.in_last_call)
@@ -85,7 +88,7 @@ class LoopRunner(BatchRunner):
             times = 1 if isinstance(loss, tuple) else self.num_microbatches
             value = self._losses.scaled(map_tensors(full_tensor, loss), times)
             begin_reductions()
-            with window.foreign.ours(), self._stages.resetting():
+            with window.foreign.ours(), self._stages.resetting(), default_dtype_of(self._compute.precision):
                 value.backward()
         window.end_backward()
 
@@ -104,6 +107,7 @@ class LoopRunner(BatchRunner):
     @torch.no_grad()
     def evaluate(self, inputs: Any, target: Any) -> torch.Tensor:
         """The loss of a batch, or of a loader, as :meth:`Engine.evaluate` returns it."""
+        self._check_window()
         totals = LossTotals(self._context)
         with self._context.phase("evaluation"), evaluation_mode(self._stages):
             if target is None and is_loader(inputs):
@@ -111,6 +115,12 @@ class LoopRunner(BatchRunner):
             else:
                 self.run(inputs, target, totals=totals)
         return self._losses.mean(totals)
+
+    def _check_window(self) -> None:
+        """Before other batches than the window's: raise on every rank, as its failure, what no call has raised yet."""
+        if self._window.is_open and self._context.world_size > 1:
+            with self._window.failing():
+                self._failure.agree(self._failure.take())
 
     @torch.no_grad()
     def count_tokens(self, batches: Iterable[Any]) -> None:
@@ -155,12 +165,7 @@ class LoopRunner(BatchRunner):
                 one.check_announced()
         except ValueError as error:
             problem = problem or error
-        try:
-            self._failure.agree(problem)
-        except Exception:
-            for one in counts:
-                one.restart()
-            raise
+        self._failure.agree(problem)
 
     def run_next(
         self, data_iter: Iterator[Any], forward_only: bool, return_loss: bool, return_output_label: bool
@@ -168,16 +173,19 @@ class LoopRunner(BatchRunner):
         """Run the next batch of ``data_iter``, as :meth:`Engine.execute_schedule` does."""
         if not forward_only and not return_loss:
             raise ValueError("return_loss: got False, but a backward needs the loss; pass forward_only=True too")
+        if forward_only:
+            self._check_window()
         inputs, target = next_batch(data_iter, self._failure)
         totals = LossTotals(self._context) if forward_only and return_loss else None
         seen: Seen | None = [] if return_output_label else None
         with self._context.phase("evaluation" if forward_only else BATCH), torch.set_grad_enabled(not forward_only):
             self.run(inputs, target, backward=not forward_only, totals=totals, seen=seen)
         shown: tuple[Any, Any] = (None, None)
-        try:
-            shown = joined(seen) if seen else shown
-        except Exception as error:  # outputs that do not join; on the last stage only
-            self._failure.record(error)
+        with nullcontext() if forward_only else self._window.failing():
+            try:
+                shown = joined(seen) if seen else shown
+            except Exception as error:  # outputs that do not join; on the last stage only
+                self._failure.record(error)
         if not return_loss:
             self._failure.agree(self._failure.take())
             return *shown, None
@@ -196,6 +204,7 @@ class LoopRunner(BatchRunner):
             tracer.see_scaled(scaled)
             return scaled
 
+        self._failure.begin_batch()
         microbatches = call.batch.split(self._num_parts(call.batch))
         if self._compute.sequences is not None:
             tracer.seen.places = self._compute.sequences.places(self._context.tensor_axis, microbatches[0])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..precision.compute_context import to_outputs
+from ..precision.compute_context import default_dtype_of, to_outputs
 from .lightning_plugin_base import LightningPrecision, map_tensors
 
 
@@ -68,7 +68,7 @@ class FabricPrecision(LightningPrecision):
         """Scale the loss ``tensor``, 0-dim, and run its backward. Raises ConfigError for a ``model`` of DeepSpeed."""
         self._refuse_deepspeed(model)
         scaled = self._scale.scale(tensor)
-        with self._computing(autocast=False):
+        with self._computing(autocast=False), default_dtype_of(self.mode):
             scaled.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from ..base.module_surgery import BATCH_NORMS
 from ..base.wrapped_models import is_unit, plain_name
 from ..optim.user_optimizer import warn_of_eps
 from ..parallel.fsdp.fsdp2_internals import groups, held
+from ..precision.compute_context import default_dtype_of
 from ..precision.modes import Precision
 from .gradient_for_torch_clipping import logical_parameter
 from .lightning_plugin_base import LightningPrecision
@@ -124,7 +125,7 @@ class TrainerPrecision(LightningPrecision):
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward of the scaled loss ``tensor``, by ``LightningModule.backward``."""
-        with self._computing(autocast=False):
+        with self._computing(autocast=False), default_dtype_of(self.mode):
             super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

@@ -233,6 +233,12 @@ def token_counts(module: nn.Module) -> list[StepCounts]:
     return [one for one in module.modules() if isinstance(one, StepCounts)]
 
 
+def restart_all(all_counts: Sequence[StepCounts]) -> None:
+    """Restart all of them."""
+    for one in all_counts:
+        one.restart()
+
+
 @contextmanager
 def counted_alone(module: nn.Module) -> Iterator[None]:
     """A context in which forwards of ``module`` count for themselves: other data ranks may run none."""
@@ -255,14 +261,13 @@ def announcing(all_counts: Sequence[StepCounts]) -> Iterator[None]:
     """
     if any(one._apart for one in all_counts):
         raise ConfigError(APART)
+    restart_all(all_counts)
     for one in all_counts:
-        one.restart()
         one.announced, one._announces = torch.zeros_like(one.total), True
     try:
         yield
     except BaseException:
-        for one in all_counts:
-            one.restart()
+        restart_all(all_counts)
         raise
     finally:
         for one in all_counts:

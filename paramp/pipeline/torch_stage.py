@@ -21,6 +21,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.first_failure import is_lost_connection
 from ..parallel.microbatches import Batch
+from ..precision.compute_context import default_dtype_of
 from .split_backward import SplitBackward
 from .stage import Stage
 from .stage_output import StageOutput, plain
@@ -158,7 +159,8 @@ class RecordedStage(PipelineStage):
         inputs, rest = bwd_kwargs.get("input_values", ()), None
         gradients: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
         try:
-            gradients, rest = self._run_backward(backward_type, bwd_kwargs, last_backward)
+            with default_dtype_of(self.linked.stage.precision):
+                gradients, rest = self._run_backward(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
             if is_lost_connection(error):
                 raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class ComputeContext:
 
     @contextmanager
     def enter(self, *, autocast: bool = False) -> Iterator[None]:
-        """The context for a backward, and around modules that enter autocast themselves, as pipeline stages do.
+        """The context around modules that enter autocast themselves, as pipeline stages do, and for their backwards.
 
         With ``autocast``, for a forward: also autocast and the default dtype, if the mode has them.
         """
@@ -103,15 +103,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(outer)
 
 
+def default_dtype_of(precision: Precision) -> AbstractContextManager[None]:
+    """The default dtype of a forward in a mode, which a backward needs too: checkpointing recomputes forwards in it."""
+    return default_dtype(precision.weights) if precision.default_dtype else nullcontext()
+
+
 @contextmanager
 def computing(precision: Precision, device_type: str) -> Iterator[None]:
     """A context in which a model's forward computes in the mode ``precision`` on devices of ``device_type``."""
-    with ExitStack() as stack:
-        if precision.autocast:
-            stack.enter_context(torch.autocast(device_type, dtype=precision.compute))
-            stack.enter_context(widening(precision, device_type))
-        if precision.default_dtype:
-            stack.enter_context(default_dtype(precision.weights))
+    autocast = torch.autocast(device_type, dtype=precision.compute) if precision.autocast else nullcontext()
+    with autocast, widening(precision, device_type), default_dtype_of(precision):
         yield
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import plain_step, randn, seeded
-from pool import on_ranks, shared_folder
+from pool import on_ranks, run_on_ranks, shared_folder
 from reference import assert_trained, batches, small_gpt
 from small_engines import engine_of, own_part, train_step
 from torch import nn
@@ -85,6 +85,43 @@ def test_a_window_that_failed_is_dropped(precision, place):
                 result = engine.step()
             results.append((result.grad_norm, result.loss, engine.num_steps))
     assert results[0] == results[1]
+
+
+class Growing(nn.Linear):
+    """Its second output has another width in each call."""
+
+    width = 1
+
+    def forward(self, x):
+        self.width += 1
+        return super().forward(x), x.new_ones(len(x), self.width)
+
+
+def test_outputs_that_do_not_join_are_a_failure_of_the_window():
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 1, "microbatches": 2}}}):
+        engine = engine_of(Growing(4, 4), lambda output, y: F.mse_loss(output[0], y))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            engine.execute_schedule(iter([(X[0], Y[0])]))
+        with pytest.raises(RuntimeError, match="failed and left a part of its gradients"):
+            engine.step()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_forward_that_failed_and_is_called_again_is_of_its_window(size):
+    run_on_ranks(size, __name__, "call_again", {})
+
+
+def call_again(world):
+    """On one rank, in a loop whose zero_grad changes nothing within a window."""
+    with paramp.launch_from_torch({"gradient_accumulation": 2}):
+        engine = engine_of(linear())
+        for index in range(4):
+            engine.zero_grad()
+            if index == 0 and world.rank == world.size - 1:
+                with pytest.raises(RuntimeError):
+                    engine(X[0, :, :3])
+            engine.backward(engine.criterion(engine(X[index]), Y[index]))
+            assert engine.step().stepped == (index % 2 == 1)
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2}, {"pipeline": 2}], ids=["tp2", "dp2", "pp2"])

@@ -197,15 +197,27 @@ def test_a_batch_of_the_wrong_size_on_one_rank(world):
 @pytest.mark.parametrize("layout", ["dp2", "gpipe"])
 @on_ranks(2)
 def test_the_next_loss_that_is_returned_raises_for_a_batch_before(world, layout):
-    with started(LAYOUTS[layout], gradient_accumulation=2) as (context, engine, told):
-        told.fail("criterion" if world.rank else "")
-        engine.forward_backward(*own_part(context, *batch(1)), return_loss=False)
-        assert not engine.step().stepped
-        told.fail("")
+    """The window has failed, also if the call is an evaluation, of averaged weights too."""
+
+    def evaluate_averages(x, y):
+        with engine.ema.applied():
+            engine.evaluate(x, y)
+
+    def schedule(x, y):
+        engine.execute_schedule(iter([(x, y)]), forward_only=True)
+
+    with started(LAYOUTS[layout], gradient_accumulation=2, ema={"decay": 0.5}) as (context, engine, told):
         error = ArithmeticError if world.rank and layout == "dp2" else (RuntimeError, ValueError)
-        with pytest.raises(error, match="the loss is broken" + "; on rank 1" * (1 - world.rank)):
-            engine.forward_backward(*own_part(context, *batch(2)))
-        engine.zero_grad()
+        for returns_loss in (engine.forward_backward, engine.evaluate, evaluate_averages, schedule):
+            told.fail("criterion" if world.rank else "")
+            engine.forward_backward(*own_part(context, *batch(1)), return_loss=False)
+            assert not engine.step().stepped
+            told.fail("")
+            with pytest.raises(error, match="the loss is broken" + "; on rank 1" * (1 - world.rank)):
+                returns_loss(*own_part(context, *batch(2)))
+            with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+                engine.step()
+            engine.zero_grad()
         assert run_window(context, engine, 3, 4).stepped
         check_weights(engine, [3, 4])
 
@@ -228,9 +240,13 @@ def short_grace():
     return mock.patch.object(shared_failure, "SECONDS_OF_GRACE", 0.3)
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": {"shard": 2}}], ids=["tp2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("parallel", "alone"),
+    [({"tensor": 2}, "criterion"), ({"data": {"shard": 2}}, "criterion"), ({"data": {"shard": 2}}, "size")],
+    ids=["tp2", "fsdp2", "fsdp2-size"],
+)
 @on_ranks(2)
-def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel):
+def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel, alone):
     plan = {"0.linear": "colwise", "1.linear": "rowwise"} if "tensor" in parallel else None
     with short_grace(), started(parallel, plan=plan) as (_, engine, told):
         told.fail("criterion")
@@ -239,13 +255,21 @@ def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel):
             engine.step()
         told.fail("")
         engine.evaluate(*batch(1))  # from now on shards know the order of their collectives
+        with told.failing(ArithmeticError, BROKEN, "criterion"):
+            engine.evaluate(*batch(1))
+        x, y = batch(1)
+        if alone == "size":  # right after a batch that failed on both
+            if world.rank:
+                with pytest.raises(paramp.ConfigError, match="target: got shape"):
+                    engine.evaluate(x[:3], y)
+            return
         told.fail("criterion" if world.rank else "")
         if world.rank == 0:  # waits for the other rank, which never comes; here the test comes in its place
-            engine.evaluate(*batch(1))
+            engine.evaluate(x, y)
             return
         for _ in range(2):
             with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|failed on this rank alone"):
-                engine.evaluate(*batch(1))
+                engine.evaluate(x, y)
         all_reduce_(torch.zeros(5, dtype=torch.float64))
 
 

@@ -19,6 +19,7 @@ from pages import difference_of
 from pool import on_ranks, run_on_ranks, shared_folder
 from small_mlp import batch, build
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.data import DataLoader
 from trained_by_lightning import (
     EPOCH,
@@ -429,9 +430,9 @@ def test_lightnings_own_tests_of_precision(world):
             layer(x).mean().backward()
 
     class Recording(host.BoringModel):
-        """Records dtypes in all four kinds of steps. The gradient of the third batch overflows on one rank.
+        """Records dtypes in all four kinds of steps, also in forwards that a backward repeats.
 
-        Every step but that one moves the weights.
+        The gradient of the third batch overflows on one rank. Every step but that one moves the weights.
         """
 
         def __init__(self):
@@ -439,6 +440,10 @@ def test_lightnings_own_tests_of_precision(world):
             self.found, self.moved = set(), []
 
         def forward(self, data):
+            with set_checkpoint_early_stop(False):
+                return checkpoint(self.record, data, use_reentrant=False)
+
+        def record(self, data):
             output = super().forward(data)
             self.found.add((data.dtype, output.dtype, torch.tensor([0.0]).dtype, torch.is_autocast_enabled("cpu")))
             return output.float() if output.dtype.itemsize < 4 else output

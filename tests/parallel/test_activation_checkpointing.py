@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from beside_plain import adamw, benchmarks_common
+from beside_plain import adamw, benchmarks_common, randn, seeded
 from commands import ROOT
 from counting import Operators
 from families import SEED, WHOLE, family, number, rarely
@@ -14,6 +14,7 @@ from pages import functions_of, read
 from pool import on_ranks
 from reference import batches, local, small_gpt
 from small_engines import engine_of
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import paramp
@@ -53,6 +54,36 @@ def test_the_same_bits_as_without_it(world, layout):
             losses, weights = train(how, LAYOUTS[layout], precision)
             assert losses == expected[0], (precision, how)
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
+
+
+class Rotating(nn.Module):
+    """Makes a tensor without a dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x * (torch.arange(8) * 1.7).cos().to(x.dtype)).tanh()
+
+
+def gradients_of_rotating(how, parallel, precision, *, by_calls):
+    with paramp.launch_from_torch({"parallel": parallel, "precision": precision, "activation_checkpointing": how}):
+        engine = engine_of(seeded(lambda: nn.Sequential(*(Rotating() for _ in range(4)))))
+        x = randn(8, 8)
+        engine.backward(engine.criterion(engine(x), -x)) if by_calls else engine.forward_backward(x, -x)
+        return [parameter.grad.clone() for parameter in engine.parameters()]
+
+
+@on_ranks(2)
+def test_a_block_that_runs_again_has_the_default_dtype_of_the_mode(world):
+    for precision, (layout, by_calls) in itertools.product(
+        ("bf16-true", "64-true"), (("zero1", False), ("zero1", True), ("pp2", False), ("zbv", False))
+    ):
+        expected, found = (
+            gradients_of_rotating(how, LAYOUTS[layout], precision, by_calls=by_calls) for how in ("none", "full")
+        )
+        assert all(map(torch.equal, found, expected)), (precision, layout, by_calls)
 
 
 WIDTH, TOKENS = 128, 64

@@ -1,6 +1,8 @@
 """Batches of several inputs, in tuples and mappings, and outputs with names, against plain torch."""
 
 import functools
+from collections import OrderedDict, UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paramp
+from paramp.base.trees import map_tensors
 from paramp.parallel.loss_and_outputs_of_batch import join
 from paramp.parallel.microbatches import Batch
 
@@ -281,6 +284,39 @@ def test_what_goes_whole_to_each_microbatch():
         assert part.kwargs["scalar"] is same["scalar"]
         assert part.kwargs["one"] is same["one"]
         assert torch.equal(part.kwargs["marked"], torch.ones(3, 3))
+
+
+class Bag(MutableMapping):
+    """Holds its values in a dict."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __setitem__(self, key, value):
+        self.held[key] = value
+
+    def __delitem__(self, key):
+        del self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, Bag])
+def test_a_nested_mapping_is_cast_in_a_copy_of_its_class(kind):
+    x, mask = torch.ones(2, requires_grad=True) * 2, torch.ones(2, dtype=torch.bool)
+    given = kind({"x": x, "mask": mask})
+    cast = map_tensors(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor, given)
+    assert given["x"] is x
+    assert type(cast) is kind
+    assert cast["x"].dtype is torch.bfloat16
+    assert cast["mask"] is mask
 
 
 IDS = torch.zeros(4, LENGTH, dtype=torch.long)

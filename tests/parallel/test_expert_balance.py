@@ -205,6 +205,10 @@ def test_biases_move_by_each_token_of_a_step_once(checkpointing, tmp_path):
         assert [one.bias.tolist() for one in loaded] == [bias.tolist() for bias in expected]
 
 
+def refuse():
+    raise ArithmeticError("refused")
+
+
 def test_a_skipped_step_and_a_dropped_one_leave_biases_and_count_no_more():
     (x, y), (x2, y2) = batches(2)
     with paramp.launch_from_torch({"precision": {"mode": "16-mixed", "init_scale": 2.0**4}}):
@@ -213,6 +217,13 @@ def test_a_skipped_step_and_a_dropped_one_leave_biases_and_count_no_more():
         next(engine.parameters()).grad[0] = torch.inf
         assert engine.step().overflow
         assert not any(one.bias.any() for one in counts)
+        engine.before_step.append(refuse)
+        engine.forward_backward(x, y)
+        with pytest.raises(ArithmeticError):
+            engine.step()
+        engine.before_step.clear()
+        engine.zero_grad()
+        assert not any(one.total.any() for one in counts)
         engine.forward_backward(x, y)
         engine.zero_grad()
         with torch.no_grad():

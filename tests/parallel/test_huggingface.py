@@ -342,7 +342,7 @@ def test_a_loss_that_shifts_no_labels_counts_the_first_ones(kind):
 @pytest.mark.parametrize("through_criterion", [False, True])
 @on_ranks(2)
 def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_criterion):
-    """The second data rank has fewer labels than the first."""
+    """The second data rank has fewer labels than the first. Without a criterion, in evaluation mode."""
     model = build("llama")
     batch = padded(4)
     batch["labels"][4:, 1:] = -100
@@ -350,8 +350,10 @@ def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_
     expected = model(**batch).loss
     expected.backward()
     with paramp.launch_from_torch({"parallel": {"data": 2}}) as context:
-        engine = engine_of(build("llama"), None, adamw)
+        engine = engine_of(build("llama"), None, adamw).train(through_criterion)
         output = engine(part_of(batch, context))
+        with torch.no_grad():
+            engine(part_of(padded(5), context))
         loss = engine.backward(engine.criterion(output) if through_criterion else output.loss)
         norm = engine.step().grad_norm
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5)

@@ -17,6 +17,7 @@ from traceable import awkward_model
 
 import paramp
 from paramp.pipeline.torch_stage import LinkedStage, RecordedStage
+from paramp.precision.modes import Precision
 
 
 def chain(*widths):
@@ -204,7 +205,8 @@ def test_a_backward_that_has_lost_its_connection_ends_the_schedule():
     def cut(*_):
         raise RuntimeError("Connection closed by peer")
 
-    stage = SimpleNamespace(_run_backward=cut, linked=SimpleNamespace(failed=lambda error: None))
+    of_rank = SimpleNamespace(precision=Precision.parse("32-true"))
+    stage = SimpleNamespace(_run_backward=cut, linked=SimpleNamespace(failed=lambda error: None, stage=of_rank))
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         RecordedStage.backward_maybe_with_nosync(stage, "full", {})
 
