@@ -55,10 +55,14 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
     return to
 
 
+MASKED = -1e9
+"""Where masks begin, whose lowest numbers may become -inf."""
+
+
 def _cast(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     cast = value.to(dtype)
     if value.is_floating_point() and torch.finfo(dtype).max < torch.finfo(value.dtype).max:
-        finite = value.abs() < torch.finfo(value.dtype).max  # a mask's lowest number may become -inf
+        finite = value.isfinite() & (value > MASKED)
         if not cast[finite].isfinite().all():
             raise ConfigError(
                 f"--dtype: {name} has values up to {value[finite].abs().max():g}, which overflow in "

@@ -110,18 +110,18 @@ class CheckedCriterion:
             return output
         return sequences.joined(output, batch, lambda: _checked(self._own_loss(output, batch)))
 
-    def find_count(self, output: Any, batch: Batch) -> None:
+    def find_count(self, output: Any, batch: Batch, training: bool) -> None:
         """Remember the count of the model's own loss in a joined ``output``, for :meth:`counted`; not the loss."""
         loss = loss_in(output)
         if self._criterion is None and isinstance(loss, torch.Tensor):
             found, sequences = self._own_loss(output, batch), self.compute.sequences
             if isinstance(found, tuple):
-                self._counts[loss] = found[1] if sequences is None else sequences.summed(found[1])
+                self._counts[loss] = found[1] if sequences is None else sequences.summed(found[1]), training
 
-    def counted(self, loss: Any) -> Any:
-        """``loss``; as ``(sum, count)`` if it is the mean in an output that :meth:`find_count` was given."""
-        count = self._counts.get(loss) if isinstance(loss, torch.Tensor) else None
-        return loss if count is None else (summed(loss, count), count)
+    def counted(self, loss: Any, in_training: bool = False) -> Any:
+        """``loss``; as ``(sum, count)`` if it is the mean in an output that :meth:`find_count` had, or in training."""
+        count, training = self._counts.get(loss, (None, False)) if isinstance(loss, torch.Tensor) else (None, False)
+        return loss if count is None or in_training > training else (summed(loss, count), count)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """The loss of this rank's output and target, as plain 0-dim tensors; not reduced over ranks.
@@ -132,7 +132,7 @@ class CheckedCriterion:
             ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
         """
         if self._criterion is None:
-            return _found(self.counted(loss_in(args[0] if args else None)))
+            return _found(self.counted(loss_in(args[0] if args else None), in_training=True))
         args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
         with self.compute.sharded_loss():
             return _checked(self._criterion(*args, **kwargs))

@@ -62,7 +62,7 @@ class LoopRunner(BatchRunner):
             if not training:
                 output = map_tensors(full_tensor, output)
             if training or torch.is_grad_enabled():  # so that a backward may follow
-                self.criterion.find_count(output, batch)
+                self.criterion.find_count(output, batch, training)
             for tensor in tensors(output) if training else ():
                 self._window.foreign.watch(tensor)
             return output
@@ -118,6 +118,8 @@ class LoopRunner(BatchRunner):
 
     def _check_window(self) -> None:
         """Before other batches than the window's: raise on every rank, as its failure, what no call has raised yet."""
+        if self._failure.is_alone:
+            self._failure.refuse()
         if self._window.is_open and self._context.world_size > 1:
             with self._window.failing():
                 self._failure.agree(self._failure.take())

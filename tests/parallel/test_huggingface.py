@@ -354,6 +354,7 @@ def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_
         output = engine(part_of(batch, context))
         with torch.no_grad():
             engine(part_of(padded(5), context))
+        assert isinstance(engine.criterion(output), tuple) == through_criterion  # else a mean, of which loops add up
         loss = engine.backward(engine.criterion(output) if through_criterion else output.loss)
         norm = engine.step().grad_norm
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
