@@ -30,7 +30,7 @@ parser.add_argument("--batch-size", type=int, default=8, help="of all data ranks
 parser.add_argument("--seq-len", type=int, default=64)
 options = parser.parse_args()
 
-folder = options.data or Path(sysconfig.get_paths()["stdlib"])
+folder = options.data.expanduser() if options.data else Path(sysconfig.get_paths()["stdlib"])
 paths = [folder] if folder.is_file() else sorted(folder.rglob("*") if options.data else folder.glob("*.py"))
 text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
 tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

@@ -75,7 +75,7 @@ def load_images(
         ConfigError: the folder does not have CIFAR-10's binary version, the images cannot be enlarged to ``side``, or
             scikit-learn is not installed.
     """
-    (pixels, labels), held_out = _digits() if folder is None else _cifar10(Path(folder))
+    (pixels, labels), held_out = _digits() if folder is None else _cifar10(Path(folder).expanduser())
     own = pixels.shape[2]
     if side is not None and (side < own or side % own):
         raise ConfigError(f"side: got {side}, expected a multiple of the images' {own} pixels")

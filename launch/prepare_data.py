@@ -20,6 +20,7 @@ from train_app.formats import FLAT_DTYPES
 from train_app.text_to_tokens import HELD_OUT_ONE_IN, Encoder, TextFiles, find_text, read_text, split_by_name
 
 from paramp import ConfigError
+from paramp.base.values_checked_by_type import user_path
 
 
 def write_tokens(files: TextFiles, encoder: Encoder, training: Path, held_out: Path, dtype: str) -> tuple[int, int]:
@@ -88,9 +89,9 @@ def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: boo
 def main() -> int:
     """Run the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="PATH", help="a text file, or a folder of them")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write the files")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; without one, bytes")
+    parser.add_argument("inputs", nargs="+", type=user_path, metavar="PATH", help="a text file, or a folder of them")
+    parser.add_argument("--output", required=True, type=user_path, metavar="DIR", help="where to write the files")
+    parser.add_argument("--tokenizer", type=user_path, metavar="FILE", help="a tokenizer.json; without one, bytes")
     parser.add_argument("--force", action="store_true", help="replace existing files")
     given = parser.parse_args()
     try:

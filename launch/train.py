@@ -47,7 +47,7 @@ from paramp.checkpoint.open_checkpoint import open_together
 from paramp.distributed.error_report import report_failure
 from paramp.distributed.launcher_variables import find_place
 from paramp.distributed.local_launcher import start_processes
-from paramp.engine.checkpoint_manager import Checkpoints, find
+from paramp.engine.checkpoint_manager import Checkpoints, check_folder, find
 from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
 from paramp.observe.timeline import Timeline
@@ -73,6 +73,8 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     """Train on one rank. Returns the exit code."""
     job = settings.train
     check_same(settings)
+    if job.log_dir is not None:
+        check_folder("train.log_dir", user_path(job.log_dir))
     if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:

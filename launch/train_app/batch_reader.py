@@ -111,18 +111,19 @@ class DataPosition:
     """
 
     def __init__(self, job: TrainConfig, corpus: Corpus, accumulation: int) -> None:
-        self._job, self._corpus, self._accumulation, self.step = job, corpus, accumulation, 0
+        self._corpus, self._accumulation, self.step = corpus, accumulation, 0
+        self._made = {"lr": job.lr, "weight_decay": job.weight_decay}
 
     def state_dict(self) -> dict[str, Any]:
         """The step, what identifies the data, and what the optimizer was made with."""
-        made = {"lr": self._job.lr, "weight_decay": self._job.weight_decay}
-        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity(), **made}
+        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity(), **self._made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step in ``state``; a ConfigError if the run was started with other data."""
         if (difference := self._corpus.difference(state["data"])) is not None:
             raise ConfigError(f"train.data: {difference}; use the data that the run was started with")
         self.step = state["step"]
+        self._made = {name: state.get(name, value) for name, value in self._made.items()}  # the optimizer is loaded too
 
 
 class Batches:

@@ -3,12 +3,14 @@
 import importlib
 import runpy
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ..base.errors import ConfigError, one_line, shown
+import torch
+
+from ..base.errors import ConfigError, nearest, one_line, shown
 from ..base.values_checked_by_type import build, keys, user_path
 from ..precision.modes import FOREIGN_NAMES, Precision
 from .schema import Config
@@ -66,10 +68,10 @@ def _built(tree: Mapping[str, Any]) -> Config:
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read a ``.toml`` file, or a ``.py`` file: its dict ``CONFIG`` or ``config``, else its global names.
 
-    Names in capitals beside such a dict are keys too.
+    Names in capitals beside such a dict are keys too; others there are not.
 
     Raises:
-        ConfigError: the file is not valid, or has another suffix.
+        ConfigError: the file is not valid, or has another suffix; a key is beside the dict, and not in it.
         FileNotFoundError: the file does not exist.
     """
     path = user_path(path)
@@ -89,21 +91,31 @@ def read_file(path: str | Path) -> dict[str, Any]:
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Config):
                 raise ConfigError(f"config: {name} in {str(path)!r} is a Config, expected the dict it is made from")
-        plain = (Mapping, str, int, float, list, tuple, Precision)
         known = [*keys(Config), *importlib.import_module(FOREIGN_NAMES).KEYS]
         names = {
-            key: value
-            for key, value in names.items()
-            # Names of keys may be imported for something else, as torch.compile.
-            if isinstance(value, plain) or (key in known and not (isinstance(value, ModuleType) or callable(value)))
-            if not key.startswith("_")
+            key: value for key, value in names.items() if not key.startswith("_") and _is_setting(key, value, known)
         }
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 tree = names.pop(name)
+                for key in names:
+                    if key in known and key not in tree:
+                        raise ConfigError(f"{key}: has no effect beside {name} in {str(path)!r}; write it into {name}")
                 return {key: value for key, value in names.items() if key.isupper()} | tree
         return names
     raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
+
+
+def _is_setting(name: str, value: Any, known: Sequence[str]) -> bool:
+    """Whether a global name of a ``.py`` file is meant as a key, and was not made or imported for something else.
+
+    One with a value that only some keys have is if it is one of the ``known`` keys, or is close to one.
+    """
+    if isinstance(value, (Mapping, str, int, float, list, tuple, Precision)):
+        return True
+    if name in known:
+        return not isinstance(value, ModuleType) and getattr(value, "__name__", "") != name  # as torch.compile
+    return (value is None or isinstance(value, torch.dtype)) and nearest(name, known) != ""
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,7 @@ class Departures:
         alone = world_size == 1 or dist.get_backend() == "fake"
         self._store: Store | None = None if alone else dist.distributed_c10d._get_default_store()
         self._announced = alone
+        self._lingered = False
 
     def failed_after_another(self, error: BaseException) -> bool:
         """Whether another rank failed before this one, which fails with ``error``; that one reports its error.
@@ -175,8 +176,9 @@ class Departures:
         self._store = None
 
     def linger(self) -> None:
-        """On rank 0: give the others the time to read it."""
-        if self._rank == 0 and self._store is not None:
+        """On rank 0: give the others the time to read it, once: a launcher ends this rank soon after them."""
+        if self._rank == 0 and self._store is not None and not self._lingered:
+            self._lingered = True
             linger(lambda: self._has(f"{self._key}/all"), SECONDS_TO_READ)
 
     def first(self) -> str:

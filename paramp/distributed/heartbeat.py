@@ -235,7 +235,7 @@ class Heartbeat:
             self._store.compare_set(REPORT, "", json.dumps({"failed": self._rank}))
         self._send_beat(gone=True)
         self._store.add("left", 1)
-        if self._rank == 0:  # the others must first read that it has left
+        if self._rank == 0 and not self._host:  # the others must first read that it has left
             linger(lambda: self._store.add("left", 0) >= self._world_size, self._patience)
 
     def _watch_store(self) -> None:
@@ -243,6 +243,7 @@ class Heartbeat:
         number, waited, before = 0, 0.0, self._clock()
         while not self._stopped.wait(self._interval):
             now = self._clock()
+            self._end_after_failure(now)  # the first thread may have ended, with the store of rank 0
             gap, before = min(now - before, self._timeout / 2), now
             waited = waited + gap if number == self._number else 0.0
             number = self._number
@@ -254,7 +255,11 @@ class Heartbeat:
         if "reason" in report:
             self._end(str(report["reason"]))
         self._failed_since = now if self._failed_since is None else self._failed_since
-        if now - self._failed_since > SECONDS_OF_GRACE:
+        self._end_after_failure(now)
+
+    def _end_after_failure(self, now: float) -> None:
+        """End if another rank has failed, and has had the time to print its error: a launcher then ends it too."""
+        if self._failed_since is not None and now - self._failed_since > SECONDS_OF_GRACE + self._patience:
             end_process()
 
     def _describe_silent_store(self, seconds: float) -> str:

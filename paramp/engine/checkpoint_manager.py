@@ -65,6 +65,7 @@ class Checkpoints:
             fits = (value is None and optional) or (isinstance(value, int) and value >= 1)
             require(fits, name, value, f"an integer of 1 or more{', or None' if optional else ''}")
         require(self.keep_best in (None, "min", "max"), "keep_best", self.keep_best, '"min", "max" or None')
+        self.folder = user_path(self.folder).absolute()  # that of now, also after os.chdir
         self._last_saved: Best | None = None  # None also if it was not the best, or its save failed
 
     def due(self, step: int, metric: float | None = None) -> bool:
@@ -178,8 +179,8 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
             two runs would mix; or it cannot be written to; or ``auto`` without a folder.
     """
     folder = None if folder is None else user_path(folder)
-    if folder is not None and (problem := _from_rank_0(functools.partial(_write_problem, folder))):
-        raise ConfigError(f"checkpoint_dir: {str(folder)!r} cannot be written to: {problem}; choose another folder")
+    if folder is not None:
+        check_folder("checkpoint_dir", folder)
     if resume == "auto":
         if folder is None:
             raise ConfigError("resume: got 'auto', expected a path, as there is no checkpoint_dir")
@@ -193,6 +194,12 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
             "there with --resume auto, or choose another folder"
         )
     return start
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Create ``folder``, which is ``name``; a ConfigError on every rank if it cannot be written to. A collective."""
+    if problem := _from_rank_0(functools.partial(_write_problem, folder)):
+        raise ConfigError(f"{name}: {str(folder)!r} cannot be written to: {problem}; choose another folder")
 
 
 def _world() -> dist.ProcessGroup:

@@ -66,7 +66,7 @@ class Metrics:
 
         Raises:
             ConfigError: ``folder`` is no path, ``resumed_at`` no step, ``settings`` no dict, or ``hooks`` no list of
-                functions that are not async; on every rank.
+                functions that are not async; on every rank. Or ``folder`` cannot be written to, where it is enabled.
         """
         require(isinstance(folder, str | os.PathLike) and bool(str(folder)), "folder", folder, "a path, as 'runs/a'")
         require(isinstance(settings or {}, Mapping), "settings", settings, "a dict, such as vars(arguments)")
@@ -76,11 +76,15 @@ class Metrics:
         self._closed = False
         self._numbers = dict.fromkeys(NUMBERS, True)
         if enabled:
-            self._folder = user_path(folder)
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder = user_path(folder).absolute()  # that of now, also after os.chdir
             names = ("metrics.jsonl", EVENTS)
             with ExitStack() as stack:
-                self._files = [stack.enter_context(_continued(self._folder / name, resumed_at)) for name in names]
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._files = [stack.enter_context(_continued(self._folder / name, resumed_at)) for name in names]
+                except OSError as error:
+                    why = f"cannot be written to: {error.strerror or error}; choose another folder"
+                    raise ConfigError(f"folder: {str(folder)!r} {why}") from None
                 self._write_event(launch_event(resumed_at, settings or {}))
                 self._open = stack.pop_all()
 

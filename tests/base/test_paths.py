@@ -1,4 +1,4 @@
-"""A path that begins with ``~`` lies in the home folder, in every call that takes one."""
+"""A path that begins with ``~`` lies in the home folder, in every call that takes one. Relative ones stay in place."""
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ import paramp
 from paramp.base.values_checked_by_type import user_path
 from paramp.checkpoint.convert import export_weights, import_weights
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
+from paramp.compat.colossalai.trainer.hooks import SaveCheckpointHook
 from paramp.config.files import read_file
+from paramp.observe.timeline import RankSpans, Span, Timeline
 
 
 @pytest.fixture
@@ -51,3 +53,20 @@ def test_files_are_read_and_written_there(home):
         metrics.write(1, loss=loss)
     names = {"config.toml", "one", "run", "trace.json", "histogram.json", "weights.safetensors", "imported"}
     assert {path.name for path in home.iterdir()} == names | {"metrics"}
+
+
+def test_what_keeps_a_relative_path_keeps_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    timeline = Timeline("1f1b", [RankSpans("rank 0", [Span("forward", 0.0, 0.5, 0, 0)])], [[0]])
+    with paramp.launch_from_torch(), paramp.Metrics("run") as metrics:
+        engine, checkpoints = engine_of(torch.nn.Linear(2, 2)), paramp.Checkpoints("run", keep_last=1, keep_best="min")
+        hook = SaveCheckpointHook(checkpoint_dir="run")
+        checkpoints.save(engine, 1, metric=2.0)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        saved = checkpoints.save(engine, 2, metric=1.0, wait=True)
+        assert metrics.record(2, timeline) == tmp_path / "run/traces/step-2.json"
+    assert saved == checkpoints.best() == tmp_path / "run/step-00000002"
+    assert hook.checkpoint_dir == tmp_path / "run"
+    names = {"best.json", "step-00000002", "metrics.jsonl", "events.jsonl", "traces"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == names

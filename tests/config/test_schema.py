@@ -264,7 +264,7 @@ def test_toml_and_python_files_give_the_same_configuration(tmp_path):
         "flat.py": "import os\nfrom paramp.amp import AMP_TYPE\n"
         "LAYERS = 3\nprecision = '16-naive'\nparallel = dict(tensor=2, pipeline=dict(size=2))\n",
     }
-    texts["beside.py"] = "LAYERS, OTHER, lr = 9, 4, 0.1\n" + texts["run.py"]  # what is in CONFIG wins
+    texts["beside.py"] = "LAYERS, OTHER, lr, precision = 9, 4, 0.1, 'bf16'\n" + texts["run.py"]  # CONFIG wins
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     toml, python, flat, beside = (load(tmp_path / name) for name in texts)
@@ -299,6 +299,14 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
         ("run.py", "import paramp\nconfig = paramp.Config()\n", r"config in .*run\.py' is a Config, expected the dict"),
         ("run.yaml", "", r"expected \.toml or \.py"),
         ("run.py", "import os\n_private = 1\nparalell = dict(tensor=2)\n", r"paralell: no such key.*'parallel'"),
+        ("run.py", "hang_timout = None\n", r"hang_timout: no such key.*'hang_timeout'"),
+        ("run.py", "import torch\ngrad_dtyp = torch.float32\n", r"grad_dtyp: no such key.*'grad_dtype'"),
+        (
+            "run.py",
+            "import numpy as np\nprecision = np.float16\n",
+            r"precision: got <class 'numpy\.float16'>",
+        ),
+        ("run.py", "CONFIG = {}\nseed = 1\n", r"seed: has no effect beside CONFIG in .*run\.py'; write it into CONFIG"),
     ],
 )
 def test_invalid_files_are_errors(tmp_path, name, text, message):

@@ -39,7 +39,9 @@ STOPPED = {  # case: the rank that is stopped, its name, the axis of the others'
     ),
     "plain": (1, "rank 1 (dp 1)", "dp", "in data, step 2"),
 }
-OTHERS = ["failure", "plain_failure", "leave", "later_batch", "save_alone", "left_out", "step_alone"]
+FAILURES = {"failure": 1, "plain_failure": 1, "failure_of_host": 0, "plain_failure_of_host": 0}
+"""And the rank that fails."""
+OTHERS = [*FAILURES, "leave", "later_batch", "save_alone", "left_out", "step_alone"]
 DEPARTURES = {  # and how a rank has left
     "departure": "in order: its block or its program ended; every rank has to call it equally often, so this one had "
     "more batches, or that one has left its loop early; give data ranks equal numbers of batches, and end the loop on "
@@ -76,12 +78,12 @@ def test_a_stopped_rank_is_named_with_its_phase_by_every_other(output, case):
         assert victim == 0 or text.count("\n") == 1, text
 
 
-@pytest.mark.parametrize("case", ["failure", "plain_failure"])
+@pytest.mark.parametrize("case", FAILURES)
 def test_one_ranks_exception_ends_all_and_is_shown_once(output, case):
     texts, codes = output[case]
     assert codes == [1, 1, 1]
-    assert texts[1].count("disk on fire") == 2  # the line of source, and the message
-    assert texts[0] == texts[2] == ""
+    assert texts.pop(FAILURES[case]).count("disk on fire") == 2  # the line of source, and the message
+    assert texts == ["", ""]
 
 
 def test_ranks_that_stay_longer_than_the_one_that_hosts_the_store_end_in_order(output):
@@ -259,7 +261,7 @@ def test_a_silent_rank_is_named_whoever_leads(start, left, silent, ended):
 
 
 def test_rank_0_waits_with_the_store_until_all_have_left(start, monkeypatch):
-    ranks, seen = start(3), []
+    ranks, seen = start(3, host=""), []
 
     def linger(all_have_left, _):
         for rank in (1, 2):
@@ -270,6 +272,8 @@ def test_rank_0_waits_with_the_store_until_all_have_left(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "linger", linger)
     ranks.leave(0)
     assert seen == [False] * 4 + [True]
+    start(3).leave(0)  # without waiting: the launcher has the store
+    assert len(seen) == 5
 
 
 @pytest.mark.parametrize(
@@ -473,6 +477,8 @@ def test_the_defaults_are_those_of_the_page():
     for end_after, longest in ((None, math.inf), (3, 900.0)):
         assert _make_heartbeat(paramp.Config(hang_end_after=end_after), HashStore(), place)._longest_wait == longest
     assert first_failure.SECONDS_OF_GRACE == 5.0
+    one = alone(config.hang_timeout)  # reads of a failure in an interval, and looks once in an interval whether to end
+    assert first_failure.SECONDS_OF_GRACE + one._patience + 2 * one._interval < 10
     assert (alone(config.hang_timeout)._interval, alone(2.0)._interval) == (1.0, 0.4)
     assert distributed_c10d.default_pg_timeout.total_seconds() == 30 * 60.0  # gloo's
 
@@ -524,6 +530,11 @@ def test_a_call_of_every_rank_is_not_waited_for_when_one_has_left(world):
         error = pytest.raises(RuntimeError, match=r"but others have not in 0\.1 s")
         with mock.patch.object(first_failure, "LONGEST_WAIT", 0.1), error:
             Departures("test of one that never comes", 0, 2).gather("save", "engine.save")
+        with mock.patch.object(first_failure, "linger") as linger:
+            departures = Departures("test of one that left", 0, 2)
+            departures.linger()
+            departures.linger()  # in an error's way out: a launcher ends this rank soon after the others
+        assert linger.call_count == 1
     torch.distributed.barrier()
 
 

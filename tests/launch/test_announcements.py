@@ -7,7 +7,7 @@ import pytest
 from counting import Collectives
 from pool import on_ranks
 from train import agree, train
-from train_app.batch_reader import accumulation_for, max_over_ranks
+from train_app.batch_reader import DataPosition, accumulation_for, max_over_ranks
 from train_app.reporter import announce, announce_resume, facts_of
 from train_app.settings import Job, TrainConfig, configure
 
@@ -55,6 +55,16 @@ def test_a_run_that_is_finished_says_where_its_checkpoint_is():
         assert resumed == f"resumed from {found}, after step {step}"
         assert kept == "train.lr = 0.25 from the checkpoint's optimizer is kept; 0.5 is not used"
         assert done == [f"all 20 steps are done, and {found} has them; for more, raise --steps"] * (step >= 20)
+
+
+def test_a_run_that_is_resumed_twice_knows_what_its_optimizer_was_made_with():
+    corpus, state = SimpleNamespace(identity=dict, difference=lambda data: None), {}
+    for lr in (0.1, 0.2, 0.3):
+        position = DataPosition(TrainConfig(lr=lr), corpus, 1)
+        if state:
+            position.load_state_dict(state)
+        state = position.state_dict()
+        assert (state["lr"], state["weight_decay"]) == (0.1, TrainConfig().weight_decay)
 
 
 def test_accumulation_keeps_the_global_batch():

@@ -40,7 +40,9 @@ def test_prepared_bytes_of_a_folder_are_split_by_file_and_kept(tmp_path, capsys)
     texts.mkdir()
     for index in range(60):
         (texts / f"{index}.txt").write_text(f"file {index}\n")
-    assert prepare_data(texts, "--output", output) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        assert prepare_data("~/texts", "--output=~/out") == 0  # which a shell leaves as it is
     direct, prepared = load_corpus(str(texts)), load_corpus(str(output))
     assert (prepared.unit, prepared.vocab_size) == ("byte", 256)
     for one, other in ((direct.training, prepared.training), (direct.held_out, prepared.held_out)):

@@ -133,6 +133,14 @@ def test_the_times_of_a_step_are_those_of_its_batch_and_its_tokens_those_of_all_
         assert record["tokens_per_second"] == pytest.approx(4 * 8 / record["step_seconds"])
 
 
+@on_ranks(2)
+def test_a_log_folder_that_cannot_be_written_to_is_an_error_on_every_rank_before_the_run(world):
+    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=4, log_dir=str(ROOT / "LICENSE" / "log"))
+    error = pytest.raises(paramp.ConfigError, match=r"train\.log_dir: .*LICENSE/log' cannot be written to: Not a dir")
+    with paramp.launch_from_torch({}) as context, error:
+        train.train(context, Job(train=job, model={"num_layers": 1}))
+
+
 def test_memory_bytes_is_the_peak_of_this_process():
     """A GPU's is that of its allocator."""
     before = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

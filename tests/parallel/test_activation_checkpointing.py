@@ -71,7 +71,8 @@ def gradients_of_rotating(how, parallel, precision, *, by_calls):
     with paramp.launch_from_torch({"parallel": parallel, "precision": precision, "activation_checkpointing": how}):
         engine = engine_of(seeded(lambda: nn.Sequential(*(Rotating() for _ in range(4)))))
         x = randn(8, 8)
-        engine.backward(engine.criterion(engine(x), -x)) if by_calls else engine.forward_backward(x, -x)
+        y = -x.double() if precision == "64-true" else -x  # torch 2.11 has no backward of a loss over two dtypes
+        engine.backward(engine.criterion(engine(x), y)) if by_calls else engine.forward_backward(x, y)
         return [parameter.grad.clone() for parameter in engine.parameters()]
 
 

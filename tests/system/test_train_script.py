@@ -234,13 +234,15 @@ def test_an_exception_on_one_rank_ends_all_with_its_message_once(layout, culprit
 
 def test_an_exception_in_a_users_script_is_printed_once():
     """Under torchrun, whose report has its message too; and of a rank that fails after the others have ended."""
-    with ThreadPoolExecutor(1) as runs:  # beside the other one, in which a rank has 5 s to end
+    with ThreadPoolExecutor(1) as runs:  # beside the others, in which a rank has some seconds to end
         late = runs.submit(python, "tests/support/scripts/fails_after_the_others_are_done.py", timeout=240)
-        result = torchrun(2, "tests/support/scripts/own_loop.py", timeout=240)
-    assert result.returncode != 0
-    text, _, of_torchrun = result.stderr.partition("ChildFailedError")
-    assert [part.count("ValueError: my own mistake") for part in (text, of_torchrun)] == [1, 1], result.stderr
-    assert "Connection" not in result.stderr, result.stderr
+        script = "tests/support/scripts/own_loop.py"
+        results = [torchrun(2, script, culprit, timeout=240) for culprit in "10"]
+    for result in results:
+        assert result.returncode != 0
+        text, _, of_torchrun = result.stderr.partition("ChildFailedError")
+        assert [part.count("ValueError: my own mistake") for part in (text, of_torchrun)] == [1, 1], result.stderr
+        assert "Connection" not in result.stderr, result.stderr
     result = late.result()
     assert result.returncode != 0
     assert result.stderr.count("ValueError: disk full on rank 1") == 1, result.stderr

@@ -104,6 +104,8 @@ def test_what_was_found_is_kept_by_step_and_launch(tmp_path):
     assert (tmp_path / trace["file"]).is_file()  # that of the first run, where its events name it
     with pytest.raises(ConfigError, match=r"got 'text', expected an OverflowReport"):
         Metrics(tmp_path, enabled=False).record(1, "text")
+    with pytest.raises(ConfigError, match=r"folder: .*events\.jsonl/run' cannot be written to: Not a directory"):
+        Metrics(tmp_path / "events.jsonl" / "run")
 
 
 def test_a_launch_has_the_layout_and_the_settings_of_the_context(tmp_path):

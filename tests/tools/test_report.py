@@ -200,6 +200,8 @@ def test_the_tables_of_a_run():
     assert facts["layout"] == "one process"
     assert facts["state"] == "no end recorded"
     assert (facts["steps"], facts["loss"], facts["overflows"]) == ("4", "2.0000", "1 (25 %)")
+    evaluated = [*RECORDS, {"step": 4, "val_loss": 2.0}]
+    assert dict(head(LoggedRun("evaluated", evaluated)))["overflows"] == "1 (25 %)"  # of the steps
     assert duration(RUN) == "1 h 30 min"
     for seconds, shown in (60.0, "1 min 6 s"), (172700.0, "47 h 58 min"), (172794.0, "2 d 0 h"):
         assert duration(LoggedRun("timed", [{"step": 1, "step_seconds": seconds, "val_seconds": 5.5}])) == shown

@@ -16,9 +16,9 @@ would cast them: its copies of gathered weights would stay until the backward.
 
 Six things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
 of the flat buffers; parameters of one unit are gathered in two dtypes; partial sums over tensor ranks are reduced in
-``reduce_dtype`` too (pytorch #190626); a parameter that got no gradient on this rank is reduced as zeros, because other
-ranks may have one; gathered parameters that were trained for a trial are as frozen as their shards again; and what a
-failed batch left is dropped.
+``reduce_dtype`` too (pytorch #190626, which 2.15 has mended); a parameter that got no gradient on this rank is reduced
+as zeros, because other ranks may have one; gathered parameters that were trained for a trial are as frozen as their
+shards again; and what a failed batch left is dropped.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def head(run: LoggedRun) -> list[tuple[str, str]]:
     facts = [("state", state(run)), ("layout", layout_text(launch)), ("mode", launch.get("mode") or "")]
     facts += [("steps", f"{last:,}" if first <= 1 else f"{first:,} to {last:,}")]
     facts += [("loss", _last(run, "loss")), ("validation loss", _last(run, "val_loss"))]
-    if any("skipped" in record for record in run.records):
+    if num_steps := len(run.series("skipped")[0]):  # other lines may be those of evaluations
         skipped = len(run.skipped())
-        share = f" ({100 * skipped / len(run.records):.2g} %)" if skipped else ""
+        share = f" ({100 * skipped / num_steps:.2g} %)" if skipped else ""
         facts.append(("overflows", f"{skipped:,}{share}"))
     facts += [("time", duration(run))]
     return [(label, value) for label, value in facts if value]

@@ -87,11 +87,11 @@ def checkpoint(context):
         dist.barrier()
 
 
-def failure(context):
-    """Rank 1 fails; rank 0 does not notice by itself, as in a collective of NCCL's."""
-    if context.rank == 1:
+def failure(context, culprit=1):
+    """The rank ``culprit`` fails; another one does not notice by itself, as in a collective of NCCL's."""
+    if context.rank == culprit:
         raise ValueError("disk on fire")
-    if context.rank == 0:
+    if context.rank == 1 - culprit:
         time.sleep(LONG)
     dist.barrier()
 
@@ -173,9 +173,17 @@ def plain(context):
                 model.zero_grad()
 
 
-def plain_failure(context):
+def plain_failure(context, culprit=1):
     with paramp.start_heartbeat(3.0):
-        failure(context)
+        failure(context, culprit)
+
+
+def failure_of_host(context):
+    failure(context, 0)
+
+
+def plain_failure_of_host(context):
+    plain_failure(context, 0)
 
 
 def from_mesh(config, device):

@@ -307,7 +307,7 @@ class SaveCheckpointHook(BaseHook):
     def __init__(self, interval: int = 1, checkpoint_dir: str = "./ckpt", suffix: str = "", priority: int = 10) -> None:
         super().__init__(priority)
         self.interval = interval
-        self.checkpoint_dir = user_path(checkpoint_dir)
+        self.checkpoint_dir = user_path(checkpoint_dir).absolute()
         self.suffix = suffix
 
     def after_train_epoch(self, trainer: Any) -> None:
@@ -339,7 +339,7 @@ class LoadCheckpointHook(BaseHook):
         priority: int = 0,
     ) -> None:
         super().__init__(priority)
-        self.checkpoint_dir = user_path(checkpoint_dir)
+        self.checkpoint_dir = user_path(checkpoint_dir).absolute()
         self.epoch = epoch
         self.finetune = finetune
         self.suffix = suffix
