@@ -7,6 +7,7 @@ There are three partitions: :class:`SequentialPartition` here, for ``nn.Sequenti
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -110,6 +111,21 @@ def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
                 "which would have separate running statistics; split so that one stage makes all its calls, or use "
                 "one module per call"
             )
+
+
+def state_of_several(stages: Sequence[nn.Module]) -> frozenset[str]:
+    """The names of the buffers of state dicts that several of ``stages`` have; one may have several names."""
+    saved = [
+        {
+            f"{path}.{name}".removeprefix("."): id(buffer)
+            for path, module in stage.named_modules(remove_duplicate=False)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        for stage in stages
+    ]
+    held = Counter(key for names in saved for key in set(names.values()))
+    return frozenset(name for names in saved for name, key in names.items() if held[key] > 1)
 
 
 def plan_stages(

@@ -264,12 +264,38 @@ class Pipeline:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
-                output = stage(*args, **microbatch.kwargs)
+                with _keeping_shared_state(stage):
+                    output = stage(*args, **microbatch.kwargs)
                 return None if stage.is_last else stage.describe(output)
         finally:
             stage.random = random
             if frozen and self._stages.units is not None:
                 self._stages.units.follow_shards()  # what the batch has gathered required a gradient
+
+
+@contextmanager
+def _keeping_shared_state(stage: Stage) -> Iterator[None]:
+    """A context for a forward of ``stage``: ConfigError if it changes a buffer that other stages have too."""
+    before = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in _shared_state(stage).items()]
+    yield
+    after = _shared_state(stage)
+    for name, buffer, version, value in before:
+        # A change through .data has no version, and one of zeros by zeros no value.
+        if (
+            after.get(name) is not buffer
+            or buffer._version != version
+            or not torch.isclose(buffer, value, rtol=0, atol=0, equal_nan=True).all()
+        ):
+            raise ConfigError(
+                f"parallel.pipeline.split: the forward changes the buffer {name!r}, of which several stages would each "
+                "have a value of their own; split so that one stage makes all calls of its module, use one module per "
+                "call, or, for a cache of what follows from shapes, register it with persistent=False"
+            )
+
+
+def _shared_state(stage: Stage) -> dict[str, torch.Tensor]:
+    buffers = stage.module.named_buffers(remove_duplicate=False) if stage.shared_state else ()
+    return {name: buffer for name, buffer in buffers if name in stage.shared_state}
 
 
 def _criterion_failure(error: Exception) -> ValueError:

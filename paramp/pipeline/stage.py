@@ -52,6 +52,8 @@ class Stage(nn.Module):
 
         self.keeps_dtypes = False
         """Whether hidden states are exchanged as they are, not in the mode's compute dtype."""
+        self.shared_state: frozenset[str] = frozenset()
+        """The names of buffers of the state dict that several stages have, of which no forward may change a copy."""
         self._keywords = None if is_first else _keywords_of(module)
         self.random = random or nullcontext()
         """The random stream for dropout, entered for the forward."""

@@ -1,6 +1,7 @@
 """Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
 
 import functools
+import random
 from types import MethodType
 
 import pytest
@@ -174,6 +175,11 @@ def doubled_embeddings(self, *args, inputs_embeds=None, **kwargs):
     return super(type(self), self).forward(*args, inputs_embeds=embeds, **kwargs)
 
 
+def dropped_embeddings(self, *args, inputs_embeds=None, **kwargs):
+    embeds = None if inputs_embeds is None else F.dropout(inputs_embeds, random.random(), self.training)
+    return super(type(self), self).forward(*args, inputs_embeds=embeds, **kwargs)
+
+
 def norm_twice(self, *args, **kwargs):
     output = super(type(self), self).forward(*args, **kwargs)
     output.logits = self.model.norm(output.logits)
@@ -183,6 +189,7 @@ def norm_twice(self, *args, **kwargs):
 REFUSED_PARTITIONS = {
     "extra": (with_extra, r"parameters that are not in .*model\.extra\.weight, model\.extra\.bias"),
     "other embeddings": (lambda: with_forward(doubled_embeddings), r"does not just apply .* one after the other"),
+    "dropout": (lambda: with_forward(dropped_embeddings).eval(), "in training mode it computes more, such as dropout"),
     "no plan": (without_pipeline_plan, "has no pipeline plan"),
     "twice": (lambda: with_forward(norm_twice), r"it calls model\.norm 2 times"),
     "on meta": (lambda: on_meta("llama"), r"'model\.embed_tokens\.weight' of LlamaForCausalLM is on the meta"),
@@ -192,8 +199,12 @@ REFUSED_PARTITIONS = {
 @pytest.mark.parametrize("what", REFUSED_PARTITIONS)
 def test_models_that_cannot_be_partitioned(what):
     build_model, message = REFUSED_PARTITIONS[what]
+    model = build_model()
+    modes, states = [module.training for module in model.modules()], (torch.get_rng_state().tolist(), random.getstate())
     with pytest.raises(paramp.ConfigError, match=message):
-        PretrainedPartition(build_model())
+        PretrainedPartition(model)
+    assert [module.training for module in model.modules()] == modes
+    assert (torch.get_rng_state().tolist(), random.getstate()) == states
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -224,14 +235,18 @@ def test_a_forward_that_was_set_on_the_object_is_refused(num_stages):
         adapter_for(model).stages(pipeline, {})
 
 
-def padded(seed, size=8, length=7):
-    """Rows of different lengths: tokens, the attention mask, and labels that ignore the padding and, in two, all."""
+def padded(seed, types=0, size=8, length=7):
+    """Rows of different lengths: tokens, the attention mask, and labels that ignore the padding and, in two, all.
+
+    With ``types`` of tokens, if there are any.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(2, 120, (size, length), generator=generator)
     mask = (torch.arange(length) < torch.randint(2, length + 1, (size, 1), generator=generator)).long()
     labels = torch.where(mask.bool(), x, -100)
     labels[-2:] = -100
-    return {"input_ids": x * mask, "attention_mask": mask, "labels": labels}
+    batch = {"input_ids": x * mask, "attention_mask": mask, "labels": labels}
+    return batch | {"token_type_ids": x % types} if types else batch
 
 
 def part_of(batch, context):
@@ -250,13 +265,13 @@ PART = {("gpt2", "interleaved-dp2"), ("llama-tied", "zbv-tp2")}
 @pytest.mark.parametrize(("name", "layout"), cases("own loss", OWN_LOSS, PART, 1))
 @on_ranks(4)
 def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
-    """Over microbatches, of which one has no label, accumulated batches and data ranks."""
-    model = build(name)
+    """Over microbatches, of which one has no label, accumulated batches and data ranks; GPT-2 with types of tokens."""
+    model, types = build(name), 3 * name.startswith("gpt2")
     plain = adamw(model.parameters())
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "gradient_accumulation": 2}) as context:
         engine = engine_of(build(name), None, adamw)
         for step in range(number(2, 3)):
-            window = [padded(2 * step), padded(2 * step + 1)]
+            window = [padded(2 * step, types), padded(2 * step + 1, types)]
             plain.zero_grad()
             expected = model(**{key: torch.cat([batch[key] for batch in window]) for key in window[0]}).loss
             expected.backward()
@@ -268,7 +283,7 @@ def test_the_models_own_loss_is_the_mean_over_all_tokens(world, name, layout):
             assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
         weights = engine.full_state_dict()
         assert_weights(weights, model.state_dict(), atol=2e-5)
-        batch = padded(9)
+        batch = padded(9, types)
         shown = model.eval()(**batch)
         assert engine.evaluate(batch).item() == pytest.approx(shown.loss.item(), abs=1e-5)
         model.load_state_dict(weights)  # of weights that may be 2e-5 off, logits are more

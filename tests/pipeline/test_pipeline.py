@@ -13,6 +13,7 @@ from pool import on_ranks, run_on_ranks
 from small_engines import engine_of
 from torch import nn
 from torch.distributed.pipelining import stage as torchs_stage
+from torch.nn.utils.parametrizations import spectral_norm
 from traceable import awkward_model
 
 import paramp
@@ -36,6 +37,12 @@ class Counting(nn.Module):
     def forward(self, x):
         self.calls += 1
         self.drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+        return x * self.weight
+
+
+class CountingThroughData(Counting):
+    def forward(self, x):
+        self.calls.data.add_(1)
         return x * self.weight
 
 
@@ -129,6 +136,7 @@ FOLLOWED = {
     "batches of several shapes": (4, lambda: chain(4, 4, 4, 4, 4), "1f1b", ["1", "2", "3"], [(4,), (8,), (4,), (12,)]),
     "awkward stages": (4, awkward_model, "1f1b", ["2", "4", "5"], [(8, 4)] * 3),
     "changed inputs": (2, lambda: nn.Sequential(nn.Linear(4, 4), Adding(), Adding()), "1f1b", ["1"], [(4,)]),
+    "a cache of both stages": (2, lambda: nn.Sequential(nn.Linear(4, 4), *[Adding()] * 2), "1f1b", ["2"], [(4,), (8,)]),
     "strides": (2, strided, "1f1b", ["3"], [(8,)]),
     "strides, zero-bubble": (2, strided, "interleaved-zero-bubble", ["1", "3", "4"], [(8,)]),
     "strides, zbv": (2, strided, "zbv", ["1", "3", "4"], [(8,)]),
@@ -163,6 +171,11 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
             message = rf"stage {stage} of 2 fails on a microbatch of inputs\[0\] \(2, 4\): {error}"
             with pytest.raises(paramp.ConfigError, match=message):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
+        for shared in (Counting(), CountingThroughData(), spectral_norm(nn.Linear(4, 4))):
+            name = r"0\.(calls|parametrizations\.weight\.0\._u)"
+            engine = engine_of(nn.Sequential(shared, nn.Linear(4, 4), shared))
+            with pytest.raises(paramp.ConfigError, match=f"the forward changes the buffer '{name}', of which several"):
+                engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
 
 
 class Skipped(nn.Linear):

@@ -23,6 +23,7 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
+from ...distributed.trials import without_draws
 from .missing_plans import HEAD, find_architecture
 from .model_output import call_options, check_output, counting, label_count, main_output
 from .router_loss import ROUTERS, RouterLoss, RouterSums
@@ -74,7 +75,7 @@ class PretrainedPartition:
         part = stage_of(model, names, dict(self.units))
         for name, _ in self.units:
             if name not in names:
-                put_at(part, model, name, _Nothing() if name in self._positions else PassThrough())
+                put_at(part, model, name, _Nothing() if name in self._embeddings else PassThrough())
         kind, options, counted = type(model), call_options(model), counting(model)
         count, routers = label_count(model), RouterLoss.of(model)
 
@@ -106,32 +107,46 @@ class PretrainedPartition:
         return stage
 
     @property
-    def _positions(self) -> set[str]:
-        """Units whose outputs are added to the hidden states: all embeddings except the token embedding."""
-        tokens = self._model.get_input_embeddings()  # type: ignore[operator]
-        return {name for name, module in self.units if isinstance(module, nn.Embedding) and module is not tokens}
+    def _tokens(self) -> nn.Module:
+        """The token embedding."""
+        return self._model.get_input_embeddings()  # type: ignore[operator]
+
+    @property
+    def _embeddings(self) -> set[str]:
+        """Units whose outputs are added to the hidden states: of positions, and of token types by the token embedding.
+
+        Adapters may have wrapped the token embedding.
+        """
+        tokens = self._tokens
+        return {name for name, module in self.units if isinstance(module, nn.Embedding) or module is tokens}
 
     @torch.no_grad()
     def _check_calls(self) -> None:
         """Sort the units in the order in which the forward calls them, which may differ from that of plan and modules.
 
-        The model without its units has to return its input, or stages would apply some operation twice.
+        The model without its units has to return its input, or stages would apply some operation twice. It runs in
+        training mode, in which it may compute more: ``from_pretrained`` returns models in evaluation mode.
         """
         first = next(self._model.parameters())
-        with torch.random.fork_rng(devices=[]):
-            hidden = torch.randn(1, 2, self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-        hidden = hidden.to(first.device, first.dtype)
         calls: list[str] = []
         shell = self._stage([], is_first=False, is_last=False)
         for name, _ in self.units:
             shell.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        try:
-            asked = {} if RouterLoss.of(self._model) is None else {ROUTERS: False}
-            same = torch.equal(shell(hidden, **asked), hidden)
-            reason = "it computes more"
-        except Exception as error:
-            same, reason = False, f"{type(error).__name__}: {error}"
-        tokens = self._model.get_input_embeddings()  # type: ignore[operator]
+        modes = {module: module.training for module in shell.modules()}  # of modules in no unit, which are the model's
+        shell.train()
+        with without_draws(first.device):
+            hidden = torch.randn(1, 2, self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+            hidden = hidden.to(first.device, first.dtype)
+            try:
+                asked = {} if RouterLoss.of(self._model) is None else {ROUTERS: False}
+                same = torch.equal(shell(hidden, **asked), hidden)
+                reason = "in training mode it computes more, such as dropout"
+            except Exception as error:
+                same, reason = False, f"{type(error).__name__}: {error}"
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+        tokens = self._tokens
         order = [name for name, module in self.units if module is tokens] + calls  # the shell gets embeddings as input
         known = dict(self.units)
         odd = [name for name in known if order.count(name) != 1]
@@ -170,7 +185,7 @@ def _without_router_logits(output: Any) -> Any:
 
 
 class _Nothing(PassThrough):
-    """The substitute for position embeddings, which the first stage has added already: returns 0."""
+    """The substitute for embeddings, which an earlier stage has added, or a later one will: returns 0."""
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros((), device=x.device)
