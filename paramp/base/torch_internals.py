@@ -144,6 +144,7 @@ INVENTORY = (
     Private("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "carrying hooks to a replaced parameter"),
     Private("torch.autograd.graph.Node", "_sequence_nr", "which module has made a node of the graph"),
     Private("torch.nn.Module", "_parameters _buffers _modules", "replacing parameters and submodules"),
+    Private("torch.nn.Module", "_non_persistent_buffers_set", "state that several pipeline stages have"),
     Private(
         "torch.nn.Module",
         "_backward_hooks _backward_pre_hooks _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "

@@ -1,6 +1,7 @@
 """Failure handling: the job ends in bounded time, and the rank that failed first reports the error, once."""
 
 import contextlib
+import dis
 import json
 import os
 import sys
@@ -67,15 +68,28 @@ def linger(all_have_read: Callable[[], bool], seconds: float) -> None:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether ``error`` comes from a process group that has lost a rank."""
+    """Whether ``error`` comes from a process group that has lost a rank, or was raised because of one that does."""
     while error is not None:
         text = str(error).lower()
+        has_word = any(word in text for word in ("gloo", "nccl", "connection", "socket"))
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "socket"))
+            isinstance(error, RuntimeError) and has_word and not _is_of_python(error)
         ):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_of_python(error: RuntimeError) -> bool:
+    """Whether a ``raise`` made ``error``, such as a user's about a data server; gloo's and NCCL's come from C++.
+
+    What has a cause was made in Python too, and may not have been raised yet.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised = trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raised or error.__cause__ is not None
 
 
 @contextmanager

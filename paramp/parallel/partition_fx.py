@@ -16,8 +16,9 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
+from .microbatches import CONSTANTS
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 
 MAX_CALLS = 16
@@ -136,6 +138,8 @@ class _StageGraph:
     graph: fx.Graph
     keywords: list[str]
     """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
+    shared: list[str] = field(default_factory=list)
+    """Those of them that other stages use too."""
     interpreter: fx.Interpreter | None = None
     """Runs the graph; made at the first call, because a plan may change modules before."""
 
@@ -153,7 +157,10 @@ class _Graphs:
     def of(self, call: Call) -> dict[bool, list[_StageGraph]]:
         """The graphs of all stages in both modes."""
         key = key_of(call)
-        return self._cache[key] if key in self._cache else self._add(call, trace(self.model, self.opened, call))
+        if key not in self._cache:
+            _check_constants(call)
+            self._add(call, trace(self.model, self.opened, call))
+        return self._cache[key]
 
     def _add(self, call: Call, graphs: Mapping[bool, fx.Graph]) -> dict[bool, list[_StageGraph]]:
         if len(self._cache) == MAX_CALLS:
@@ -193,9 +200,16 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
         try:
             inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
+            shared = {path: inputs[path] for path in stage_graph.shared if not inputs[path].is_inference()}
+            versions = {path: tensor._version for path, tensor in shared.items()}
             output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
             stage_graph.interpreter.env = {}
+        if changed := [path for path, tensor in shared.items() if tensor._version != versions[path]]:
+            raise ConfigError(
+                f"inputs{changed[0]}: stage {index} of the pipeline changes it in place, and other stages use it, each "
+                "of which has a tensor of its own; change a copy, or split so that one stage has all that uses it"
+            )
         return output if is_last else (call, output)
 
     is_last = index == graphs.num_stages - 1
@@ -237,6 +251,18 @@ def _plain(value: Any) -> Any:
         return value
     parts = map(_plain, value)
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
+def _check_constants(call: Call) -> None:
+    """Raise a ConfigError for an input that is neither a tensor nor a constant that its ``repr`` tells from others."""
+    args, kwargs = call
+    for path, value in (*leaves(args, "inputs"), *leaves(dict(kwargs), "inputs")):
+        if not isinstance(value, CONSTANTS):
+            raise ConfigError(
+                f"{path}: got {type(value).__name__}, expected tensors, numbers, strings, None, or tuples, lists, "
+                "mappings and dataclasses of them, because the trace for a pipeline would keep what others hold; "
+                "leave it out, or make it an attribute of a module that is not split"
+            )
 
 
 def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call) -> None:
@@ -284,6 +310,9 @@ def _partition_graph(graph: fx.Graph, stage_of: Mapping[str, int], num_stages: i
         sent = [node for node in nodes if stage_at[node] <= stage < last_use[node]]
         calls = [node for node in nodes if stage_at[node] == stage]
         stage_graphs.append(_stage_graph(calls, received, sent if stage < num_stages - 1 else None))
+    uses = Counter(path for one in stage_graphs for path in one.keywords)
+    for one in stage_graphs:
+        one.shared = [path for path in one.keywords if uses[path] > 1]
     return stage_graphs
 
 
@@ -294,8 +323,9 @@ def _check_changes(graphs: Iterable[fx.Graph], stage_of: Mapping[str, int], num_
     for graph in graphs:
         stage_at = _stage_at(graph, stage_of, num_stages)
         for node in graph.nodes:
-            if node.op == "get_attr":
-                name, changes = str(node.target), _changes(node)
+            if _is_local(node):
+                name = str(node.target) if node.op == "get_attr" else f"inputs{node.meta['keyword']}"
+                changes = _changes(node)
                 stages.setdefault(name, set()).update(stage_at[user] for user in (*node.users, *changes))
                 changed.update((name, change) for change in changes[:1])
     for name, change in changed.items():

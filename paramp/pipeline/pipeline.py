@@ -20,6 +20,7 @@ from ..base.collectives import sends_by_host
 from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
+from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.trials import without_draws
@@ -259,13 +260,14 @@ class Pipeline:
         try:
             alone, thawed = counted_alone(stage), _requiring_gradients(frozen, True)
             with alone, thawed, keeping_buffers(stage), without_draws(self._context.device), torch.enable_grad():
-                args = microbatch.args
+                # Copied, because a stage that changes its inputs in place is to do so once.
+                args, kwargs = map_tensors(torch.clone, (microbatch.args, microbatch.kwargs))
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
                 with _keeping_shared_state(stage):
-                    output = stage(*args, **microbatch.kwargs)
+                    output = stage(*args, **kwargs)
                 return None if stage.is_last else stage.describe(output)
         finally:
             stage.random = random

@@ -155,6 +155,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | Constant:
     if isinstance(value, torch.Tensor):
+        if is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements):
+            raise ConfigError(
+                f"pipeline: a stage returns a tensor that is sharded over ranks{path and f' at {path}'}, as logits of "
+                "'vocab_logits' are, and the next one would get this rank's part only; split behind what computes with "
+                "it (parallel.pipeline.split), or let the plan gather it ('colwise_gather')"
+            )
         shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()
         if value.requires_grad and value.is_complex():

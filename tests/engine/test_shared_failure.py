@@ -23,6 +23,13 @@ from paramp.engine import shared_failure
 BROKEN = "the (layer|backward|loss) is broken"
 
 
+class Broken(ArithmeticError, RuntimeError):
+    """A program's own error, with words that gloo's and NCCL's have when they lose a rank."""
+
+    def __init__(self, what):
+        super().__init__(f"no connection to a socket: the {what} is broken")
+
+
 class Fragile(nn.Module):
     """A linear layer that may fail: in its forward, on real values only, or the backward of its output or weight."""
 
@@ -34,7 +41,7 @@ class Fragile(nn.Module):
 
     def forward(self, x):
         if self.fault == "forward" and x.detach().any():
-            raise ArithmeticError("the layer is broken")
+            raise Broken("layer")
         output = self.linear(x)
         if output.requires_grad:
             output.register_hook(lambda _: self.check("backward"))
@@ -44,7 +51,7 @@ class Fragile(nn.Module):
         if self.fault == what:
             self.good_backwards -= 1
             if self.good_backwards < 0:
-                raise ArithmeticError("the backward is broken")
+                raise Broken("backward")
 
 
 class Loss:
@@ -54,7 +61,7 @@ class Loss:
 
     def __call__(self, output, target):
         if self.fault == "criterion":
-            raise ArithmeticError("the loss is broken")
+            raise Broken("loss")
         return F.mse_loss(output, target)
 
 
@@ -346,6 +353,7 @@ def test_an_iterator_that_fails_or_ends_on_one_rank(world, parallel):
     with started(parallel) as (_, engine, _):
         for error, raised, message in (
             (OSError("no such disk"), (OSError if world.rank else RuntimeError), "OSError: no such disk; on rank 1"),
+            (RuntimeError("no connection"), RuntimeError, "no connection" + "; on rank 1" * (1 - world.rank)),
             (None, ValueError, "no further batch, but other ranks have one; on rank 1"),
         ):
             data = broken(1 if world.rank else 2, error if world.rank else None)

@@ -246,6 +246,33 @@ def test_a_buffer_that_one_stage_changes_and_another_uses_is_refused(change, use
         partition_of(Scaled(change, used), "two")
 
 
+class Given(Two):
+    """Uses a keyword input on both stages."""
+
+    def __init__(self, between):
+        super().__init__(between)
+        self.gate = nn.ReLU(inplace=True)
+
+    def forward(self, x, *, scale):
+        return self.two(self.one(x) + self.between(self, scale)) * scale
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (lambda module, scale: scale.clamp_(min=0), r"\['scale'\]\" in place at test_partition_fx\.py.*stages 0 and 1"),
+        (lambda module, scale: scale.reshape(-1).clamp_(min=0), r"^inputs\['scale'\]: stage 0 .* changes it"),
+        (lambda module, scale: module.gate(scale), r"^inputs\['scale'\]: stage 0 .* changes it"),
+        (lambda module, scale: scale.clamp(min=0), None),
+    ],
+)
+def test_a_keyword_input_that_one_stage_changes_and_another_uses_is_refused(between, message):
+    x, scale = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(paramp.ConfigError, match=message) if message else nullcontext():
+        _, (first, second) = partition_of(Given(between), "two")
+        second(first(x, scale=scale), scale=scale)
+
+
 @pytest.mark.parametrize(
     ("draw", "source"),
     [

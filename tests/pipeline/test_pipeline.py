@@ -26,7 +26,7 @@ def chain(*widths):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer and notes a random number in each."""
+    """Counts its calls in a buffer, notes a random number in each, and changes its input."""
 
     def __init__(self):
         super().__init__()
@@ -37,6 +37,7 @@ class Counting(nn.Module):
     def forward(self, x):
         self.calls += 1
         self.drawn.append((torch.rand(()).item(), random.random(), np.random.random()))
+        x.data.add_(1)
         return x * self.weight
 
 
@@ -57,7 +58,8 @@ def test_finding_shapes_leaves_no_trace(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 4, "microbatches": 4}}}) as context:
         engine = engine_of(nn.Sequential(*(Counting() for _ in range(4))), lambda out, y: (out - y).mean())
         seed_all(5)
-        engine.forward_backward(torch.ones(8, 2), torch.zeros(8, 2))
+        engine.forward_backward(x := torch.ones(8, 2), torch.zeros(8, 2))
+        assert x.eq(1 if context.pp.rank else 2).all()
         counter = next(module for module in engine.module.modules() if isinstance(module, Counting))
         assert counter.calls == 4
         with context.activation_stream():
@@ -178,6 +180,17 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
 
 
+@on_ranks(4)
+def test_sharded_logits_between_stages_are_an_error_on_every_rank(world):
+    """The next stage would take a rank's part of the vocabulary for the whole."""
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": {"size": 2, "split": ["1"]}}}):
+        engine = engine_of(chain(4, 8, 8), plan={"0": "vocab_logits"})
+        with pytest.raises(
+            paramp.ConfigError, match="a tensor that is sharded over ranks, as logits of 'vocab_logits'"
+        ):
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 8))
+
+
 class Skipped(nn.Linear):
     """A layer that the first batches leave out."""
 
@@ -212,14 +225,23 @@ def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():
     assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_a_backward_that_has_lost_its_connection_ends_the_schedule():
+def cut(*_):
+    torch._assert_async(torch.zeros(()), "Connection closed by peer")  # from C++, as gloo's error is
+
+
+def wrapped(*_):
+    try:
+        cut()
+    except RuntimeError as error:
+        raise RuntimeError(f"my layer: {error}") from error
+
+
+@pytest.mark.parametrize("run_backward", [cut, wrapped])
+def test_a_backward_that_has_lost_its_connection_ends_the_schedule(run_backward):
     """Any other failure is kept, and the schedule continues: no rank would answer to what it sends."""
-
-    def cut(*_):
-        raise RuntimeError("Connection closed by peer")
-
     of_rank = SimpleNamespace(precision=Precision.parse("32-true"))
-    stage = SimpleNamespace(_run_backward=cut, linked=SimpleNamespace(failed=lambda error: None, stage=of_rank))
+    linked = SimpleNamespace(failed=lambda error: None, stage=of_rank)
+    stage = SimpleNamespace(_run_backward=run_backward, linked=linked)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         RecordedStage.backward_maybe_with_nosync(stage, "full", {})
 
