@@ -66,13 +66,15 @@ def sum_(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, dtype: torch
 
     Args:
         tensors: plain, any dims and dtypes; the same on every rank.
-        dtype: accumulation dtype. None: the tensors' own.
+        dtype: accumulation dtype, also of the parts of complex tensors, unless theirs is wider. None: the tensors' own.
     """
     if dist.get_world_size(group) == 1:
         return
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        buckets[tensor.device, tensor.dtype if dtype is None else dtype].append(tensor)
+        wide = tensor.dtype if dtype is None else dtype
+        wide = torch.promote_types(wide, tensor.dtype) if tensor.is_complex() else wide
+        buckets[tensor.device, wide].append(tensor)
     for (_, wide), bucket in buckets.items():
         if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].dtype is wide:
             all_reduce_(bucket[0], group)
@@ -100,11 +102,13 @@ def start_reduce_scatter(
     Args:
         whole: 1-dim, group size x slice size elements.
         own: 1-dim view of ``whole``.
-        dtype: accumulation dtype. None: that of ``whole``.
+        dtype: accumulation dtype, of complex numbers that of their parts. None: that of ``whole``.
 
     Returns:
         Waits for completion; do not touch ``whole`` before.
     """
+    if whole.is_complex():
+        whole, own = (torch.view_as_real(one).view(-1) for one in (whole, own))
     cast_ = dtype not in (None, whole.dtype)
     part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which gloo and NCCL support
     work = reduce_scatter_single(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)

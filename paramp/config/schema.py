@@ -69,7 +69,7 @@ class Config:
     lacks (:mod:`paramp.optim.remainder_masters`). None: the mode's default."""
     grad_dtype: torch.dtype | str | None = None
     """The dtype in which gradients are accumulated over microbatches: float32, or the weights'. None: the mode's
-    default."""
+    default. Those of complex weights keep the weights' dtype."""
     reduce_dtype: torch.dtype | str | Mapping[str, Any] | None = None
     """The dtype in which gradients are summed over ranks: one for all axes, or one for each of ``dp``, ``tp`` and
     ``pp``. None: the mode's default."""

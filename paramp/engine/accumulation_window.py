@@ -28,6 +28,7 @@ from ..optim.flat_gradients import FlatGradients
 from ..parallel.expert_balance import StepCounts, restart_all
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
+from ..precision.capabilities import checks_inputs
 from ..scaling.loss_scaler import DistributedGradScaler
 from ..scaling.step_decision import mixes_kinds
 from . import warn_of_user_backward
@@ -220,6 +221,7 @@ class AccumulationWindow:
         # Until a step gradients carry the loss scale, or are terms of sums over ranks.
         self._unfinished = context.config.precision.scaling is not None or context.world_size > 1
         self._after_backward: list[int] = []
+        self._in_forwards = checks_inputs(context.config.precision.float8, context.device, context.tensor_axis.size)
 
     def _go(self, state: State) -> None:
         """Enter ``state``; a RuntimeError if the present one refuses that."""
@@ -338,10 +340,10 @@ class AccumulationWindow:
     def drop(self) -> None:
         """Drop losses and gradients; of an unfinished window, which a plain loop accumulates, only if it failed."""
         if self._num_calls == 0 or self._failed:
-            # After a step, an overflow is that of a forward since then, whose backward is still to come.
+            # After a step, an overflow of a forward may be of one since then, whose backward is still to come.
             state = self._before if self.state in (State.AVERAGED, State.BROKEN) else self.state
             self._unstepped.dropped += self.state is State.OPEN
-            self._gradients.drop(overflow=state is not State.STEPPED)
+            self._gradients.drop(overflow=not self._in_forwards or state is not State.STEPPED)
             self.losses.restart()
             if self.is_open:
                 self.calls = []

@@ -107,7 +107,8 @@ class SlicedColwise(SlicedStyle):
         self._shard(module, "weight", dim, device_mesh)
         self._shard(module, "bias", 0, device_mesh)
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            (x,) = *args, *kwargs.values()  # Conv1D has another name for it
             weight, bias = self._part(module, "weight", dim), self._part(module, "bias", 0)
             assert weight is not None
             count, group = layout.local_slices, layout.tensor_group
@@ -144,7 +145,8 @@ class SlicedRowwise(SlicedStyle):
 
             distribute(module, "bias", device_mesh, Replicate())
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            (x,) = *args, *kwargs.values()
             weight, bias = self._part(module, "weight", dim), parameter_of(module, "bias")
             assert weight is not None
             count, group = layout.local_slices, layout.tensor_group
@@ -172,13 +174,13 @@ class SlicedRows(SlicedStyle):
         group = self.layout.tensor_group
         self._shard(module, "weight", 0, device_mesh)
 
-        def forward(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
             table, weight = cast(nn.Embedding, module), parameter_of(module, "weight")
             assert weight is not None
             if group is None:
-                return F.embedding(tokens, weight, table.padding_idx)
+                return F.embedding(input, weight, table.padding_idx)
             with with_parameters(module, {"weight": weight}):
-                return sum_rows(look_up(module, tokens, group), group, sequence=self.sequence)
+                return sum_rows(look_up(module, input, group), group, sequence=self.sequence)
 
         return replace_forward(module, self._forwards.of_layer(forward))
 

@@ -198,7 +198,12 @@ def _summed(
 
 
 def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64)."""
+    """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64).
+
+    The real and the imaginary part of a complex element count as one each.
+    """
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj()).reshape(-1)
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for chunk in gradient.split(loop_block_sizes.COUNTED):

@@ -14,7 +14,7 @@ from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep
 from .matrices.matrix_step import MatrixStep
-from .user_changes.refused_changes import is_step_replaced, refusing_changes
+from .user_changes.refused_changes import check_stepped, is_step_replaced, refusing_changes
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
 
@@ -81,9 +81,11 @@ class PlainStep:
         self._weights = weights
         self._state = state
         self._in_place = SteppedInPlace(optimizer, weights.by_name())
+        self._stepped = weights.stepped()
 
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`FusedStep.__call__`."""
+        check_stepped(self._optimizer, self._stepped)
         if bool(skip):
             self._weights.changes.postpone()
             return

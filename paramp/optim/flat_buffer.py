@@ -147,7 +147,8 @@ class Buffer:
             param.own = (low - param.start, max(min(param.start + param.size, own_stop), low) - param.start)
         self.weights = zeros_apart(self.own_size * num_parts, first.dtype, first.device)
         self.gradients = self.weights[:0]
-        self.gradient_dtype = precision.grad_dtype or first.dtype
+        asked = None if first.is_complex() else precision.grad_dtype  # a real one would lose the imaginary parts
+        self.gradient_dtype = asked or first.dtype
         kind = precision.masters or (precision.rounding == "stochastic" and "stochastic")
         self.masters = MASTERS[kind if first.dtype.itemsize == 2 else False](self.own(self.weights))
         if isinstance(self.masters, StochasticWeights):

@@ -259,6 +259,10 @@ class OptimizerWeights:
             return self.exchange.pairs()
         return ((param, param.stepped) for param in self.params if param.stepped is not None)
 
+    def stepped(self) -> set[nn.Parameter]:
+        """The tensors in the optimizer's groups on this rank."""
+        return {stepped for param, stepped in self.pairs() if param.group != NO_GROUP}
+
     def exchanged_axes(self, param: FlatParam) -> Sequence[str]:
         """The mesh's axes along which shards of ``param`` come here, of which this rank steps all; else none."""
         return self.exchange.axes if self.exchange is not None and param in self.exchange.owned else ()

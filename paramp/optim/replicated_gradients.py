@@ -58,6 +58,7 @@ class ComparedGradients(FlatGradients):
         sums = []
         for param in self._replicated:
             own = param.stepped_gradient  # begins at an even element
+            own = torch.view_as_real(own).view(-1) if own.is_complex() else own
             squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
             sums += [squares, own[::2].sum(dtype=torch.float64) - own[1::2].sum(dtype=torch.float64)]
         weights = [param.norm_weight * axis.size for param in self._replicated]

@@ -57,6 +57,16 @@ class Library:
     reason: str
     """A description for the user."""
 
+    @property
+    def saturates(self) -> bool:
+        """Whether an input that is not finite may be finite in its layers, which so look for it in the forward."""
+        return self.name == "transformer_engine"
+
+
+def checks_inputs(float8: Float8 | None, device: torch.device, tensor_size: int) -> bool:
+    """Whether a mode's float8 layers find overflows in forwards too, not in backwards alone."""
+    return float8 is not None and find_library(float8, device, tensor_size).saturates
+
 
 def find_library(float8: Float8, device: torch.device | str, tensor_size: int = 1) -> Library:
     """The library for float8 layers on ``device`` and over ``tensor_size`` tensor-parallel ranks. Does not import it.

@@ -76,12 +76,12 @@ def convert(
     choice = choice or choose_layers(module, float8, tensor_size=tensor_size)
     if verbose:
         _report(choice, library, float8, precision)
-    saturates = library.name == "transformer_engine"
-    if saturates:
+    if library.saturates:
         module = _with_transformer_engine(module, choice, precision, group)
     else:
         module = _with_torchao(module, choice, float8, library.emulated)
-    _report_overflow(module, choice, torch.zeros((), device=device) if overflow is None else overflow, saturates)
+    flag = torch.zeros((), device=device) if overflow is None else overflow
+    _report_overflow(module, choice, flag, library.saturates)
     return module
 
 
@@ -186,12 +186,12 @@ def _quiet_import() -> Iterator[None]:
             logger.removeFilter(allow)
 
 
-def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: Any, input: torch.Tensor) -> torch.Tensor:
     """The layer's forward, which sets its flag on an overflow.
 
     The input is cast as autocast casts the input of a Linear, which torchao does only for CUDA's autocast.
     """
-    device = x.device.type
+    x, device = input, input.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     if layer._inputs_saturate and torch.is_grad_enabled():

@@ -57,7 +57,8 @@ def _powers(gradients: Sequence[torch.Tensor], norm_type: float, sums: Sums | No
     if gradients[0].device.type == "cpu":
         return torch.stack([_blocked_power(gradient, norm_type, sums) for gradient in gradients])
     # Powers of fp16 elements do not overflow in fp32; those of large fp32 and bf16 elements would.
-    wide = torch.float32 if gradients[0].dtype is torch.float16 else torch.float64
+    dtype = gradients[0].dtype
+    wide = torch.float32 if dtype is torch.float16 else torch.promote_types(dtype, torch.float64)
     norms = torch.stack(torch._foreach_norm(list(gradients), norm_type, dtype=wide)).double()
     return norms if math.isinf(norm_type) else norms.pow(norm_type)
 

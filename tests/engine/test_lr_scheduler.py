@@ -49,11 +49,12 @@ SCHEDULES = {  # what steps after each batch, and whether that is a mistake
 }
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_that_does_not_wait_for_skipped_steps_is_warned_of_once(name, recwarn):
+def test_a_schedule_that_does_not_wait_for_skipped_steps_is_warned_of_once(name, kind, recwarn):
     move, is_wrong = SCHEDULES[name]
     with paramp.launch_from_torch({"precision": "16-mixed"}):
-        engine, *_ = paramp.initialize(torch.nn.Linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), F.mse_loss)
+        engine, *_ = paramp.initialize(torch.nn.Linear(4, 4), lambda p: torch.optim.SGD(p, lr=kind(0.1)), F.mse_loss)
         scheduler = None if name == "by hand" else ExponentialLR(engine.optimizer, 0.5)
         for value in (0.1, 0.1, math.inf, 0.1, math.inf, 0.1):
             result = step(engine, value=value)

@@ -96,6 +96,10 @@ def test_underflow_headroom_and_other_scales_equal_hand_arithmetic():
         with pytest.raises(ValueError, match="times a power of two"):
             HAND_MADE.at_scale(scale)
     assert GradientHistogram({}, 0.0, 0.0, 0.0, 1.0, torch.float32).headroom == math.inf
+    weights = torch.nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
+    weights[0].grad = torch.tensor([1 + 0j, 3j]).conj()
+    both = paramp.gradient_histogram(weights)
+    assert (both.counts, both.zeros, both.largest) == ({0: 1.0, 1: 1.0}, 2.0, 3.0)
     assert HAND_MADE.describe() == "gradients at a loss scale of 1024 in float16: 62.50% underflow, headroom 2**12.4"
 
 

@@ -8,7 +8,7 @@ import pytest
 import small_mixture
 import torch
 import torch.nn.functional as F
-from beside_plain import plain_step
+from beside_plain import plain_step, randn, seeded, train_both
 from counting import Operators
 from pages import functions_of, read
 from pool import on_ranks
@@ -381,6 +381,34 @@ def test_the_sum_over_stages_is_made_in_the_dtype_asked_for(world):
             result = train_step(engine, torch.ones(2, 1), torch.full((2, 1), 40000.0))
             is_half = "float16" in str(reduced)
             assert (result.overflow, result.grad_norm == 80000.0) == (is_half, not is_half)
+
+
+class Spectral(nn.Module):
+    """A complex weight behind two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = torch.fft.fft(self.down(torch.tanh(self.up(x)))) * self.filter
+        return x.real + x.imag
+
+
+@on_ranks(2)
+def test_complex_weights_train_as_in_plain_torch(world):
+    """Also in the parts of the sums that are real, in a dtype of real numbers."""
+    for parallel, dtypes in (
+        ({"data": 2}, {"grad_dtype": "float32"}),
+        ({"data": 2}, {"reduce_dtype": "float64"}),
+        ({"zero": 1}, {"reduce_dtype": "float64"}),
+        ({"tensor": 2}, {}),
+    ):
+        with paramp.launch_from_torch({"parallel": parallel} | dtypes) as context:
+            engine = engine_of(seeded(Spectral), plan={"up": "colwise", "down": "rowwise"})
+            given = [(randn(8, 4, seed=step), randn(8, 4, seed=9)) for step in range(3)]
+            train_both(context, engine, seeded(Spectral), given)
 
 
 @pytest.mark.real_sizes  # so that no buffer ends early

@@ -90,6 +90,12 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
             else:
                 with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
                     engine_of(model, optimizer=make)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = engine_of(model, optimizer=torch.optim.RMSprop(model[0].parameters()))
+        assert train_step(engine, x).stepped
+        engine.optimizer.add_param_group({"params": [*engine.module[1].parameters()]})
+        with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
+            train_step(engine, x)
     if mode == "bf16-naive":
         model = nn.Sequential(nn.Linear(4, 4))
         with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
@@ -138,6 +144,9 @@ def test_an_optimizers_own_step_comes_after_one_read_of_a_flag(world):
             updates[0] = counted
             assert train_step(engine, torch.ones(2, 4), torch.zeros(2, 4)).stepped
             assert [one.count(torch.ops.aten._local_scalar_dense.default) for one in before] == [1], name
+            engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
+            with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
+                train_step(engine, torch.ones(2, 4), torch.zeros(2, 4))
 
 
 TAKEN = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import CountDTensors, assert_gradients, copy_weights, launch_with_compiler, randn, seeded
+from beside_plain import CountDTensors, assert_gradients, copy_weights, launch_with_compiler, randn, seeded, train_both
 from families import rarely
 from pool import on_ranks
 from reference import whole
@@ -18,6 +18,7 @@ import paramp
 from paramp.base.collectives import gather_objects
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.tensor import differentiable_collectives
+from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 from paramp.parallel.tensor.sharding_plan import apply_plan, resolve_plan
 
 
@@ -108,6 +109,27 @@ def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
         assert_gradients(model, plain, atol=1e-12)
         with pytest.raises(IndexError, match="token 8, expected one of 0 to 7"):
             model(tokens + 1)
+
+
+class Named(nn.Module):
+    """Its layers get their inputs by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return self.down(input=torch.tanh(self.up(input=self.table(input=tokens))))
+
+
+@on_ranks(2)
+def test_layers_take_their_inputs_by_name(world):
+    plan = {"table": "vocab", "up": "colwise", "down": "rowwise"}
+    packed = {"up": "packed_colwise_2", "down": PackedRowwise(2)}
+    for styles, numerics in ((plan, {}), (packed, {}), (plan, {"reproducible": {"slices": 2}})):
+        with paramp.launch_from_torch({"parallel": {"tensor": 2}} | numerics) as context:
+            engine = engine_of(seeded(Named), plan=styles)
+            train_both(context, engine, seeded(Named), [(torch.arange(8).view(2, 4), randn(2, 4, 4))])
 
 
 class Cut(torch.autograd.Function):

@@ -227,7 +227,7 @@ def test_autocast_takes_an_fp32_input_as_it_does_for_a_linear():
     layer = convert(nn.Linear(32, 32), mode(), CPU)
     x = torch.randn(16, 32)
     with computing(mode(), "cpu"):
-        assert torch.equal(layer(x), layer(x.bfloat16()))
+        assert torch.equal(layer(input=x), layer(x.bfloat16()))
     assert layer(x).dtype is torch.float32
 
 
@@ -320,6 +320,17 @@ def test_an_overflow_that_saturation_hides_skips_the_step_on_all_ranks(world, na
         engine.module.overflows = True
         engine.forward_backward(x, x)
         engine.zero_grad()  # a window that is dropped takes its overflow along
+        engine.module.overflows = False
+        engine.forward_backward(x, x)
+        assert engine.step().stepped
+        engine.zero_grad()
+        engine.module.overflows = True
+        engine.forward_backward(x, x)
+        engine.before_step.append(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        engine.zero_grad()  # so does one whose step was begun
+        engine.before_step.clear()
         engine.module.overflows = False
         engine.forward_backward(x, x)
         assert engine.step().stepped

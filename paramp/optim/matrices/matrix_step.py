@@ -13,7 +13,7 @@ from ...distributed.replicated_axes import replicated_axes
 from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
-from ..user_changes.refused_changes import refusing_changes
+from ..user_changes.refused_changes import check_stepped, refusing_changes
 from ..user_optimizer import SteppedInPlace
 from .matrix_exchange import MatrixExchange, placeholder
 from .needs_whole_matrices import needs_whole_matrices, steps_slices_alone
@@ -39,10 +39,12 @@ class MatrixStep:
         self._exchange = weights.exchange
         staying = {param.name: param.stepped for param in self._exchange.stay if param.stepped is not None}
         self._in_place = SteppedInPlace(weights.optimizer, staying)
+        self._stepped = weights.stepped()
 
     @torch.no_grad()
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
         """As :meth:`~paramp.optim.fused_step.FusedStep.__call__`."""
+        check_stepped(self._optimizer, self._stepped)
         if bool(skip):  # the host waits
             self._weights.changes.postpone()
             return

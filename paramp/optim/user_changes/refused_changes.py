@@ -13,6 +13,11 @@ import torch
 from ...base.dtensor import version
 from ..flat_buffer import FlatParam
 
+GIVEN_OTHERS = (
+    "optimizer: its param groups were given other parameters after initialize, which the step does not follow; "
+    "pass it all parameters before, each in its group; later freeze some, or change options of groups"
+)
+
 
 def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` was replaced on the instance, but by torch's schedulers, whose own calls that of the class."""
@@ -47,10 +52,7 @@ def check_unchanged(
     found = [group["params"] for group in optimizer.param_groups]
     are_alike = [*map(len, found)] == [*map(len, params)]
     if not (are_alike and all(map(operator.is_, itertools.chain(*found), itertools.chain(*params)))):
-        raise RuntimeError(
-            "optimizer: its param groups were given other parameters after initialize, which the step does not follow; "
-            "pass it all parameters before, each in its group; later freeze some, or change options of groups"
-        )
+        raise RuntimeError(GIVEN_OTHERS)
     for there, required in zip(names, needed, strict=True):
         if missing := set(required).difference(there):
             raise RuntimeError(
@@ -62,6 +64,15 @@ def check_unchanged(
             "optimizer: dampening was set after initialize, with which the first step differs from the others; set it "
             "before, so that the engine calls the optimizer's own step()"
         )
+
+
+def check_stepped(optimizer: torch.optim.Optimizer, stepped: Collection[torch.Tensor]) -> None:
+    """Check an optimizer whose own step is called: raise a RuntimeError if a group has others than those ``stepped``.
+
+    Their gradients carry the loss scale, and their state is in no checkpoint.
+    """
+    if any(one not in stepped for group in optimizer.param_groups for one in group["params"]):
+        raise RuntimeError(GIVEN_OTHERS)
 
 
 @contextmanager

@@ -49,8 +49,8 @@ class Colwise(ColwiseParallel):
         distribute(module, "bias", device_mesh, Shard(0))
         group, layout, gathers = device_mesh.get_group(), self.input_layouts[0], self.output_layouts[0].is_replicate()
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            x = _plain(x, layout)
+        def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+            x = _plain(input, layout)
             x = enter(x, group) if layout.is_replicate() else gather_and_enter(x, group, SEQUENCE.dim)
             output = F.linear(x, _local(module, "weight"), _local(module, "bias"))
             if gathers:
@@ -73,8 +73,8 @@ class Rowwise(RowwiseParallel):
         if is_lookup(module, device_mesh.size()):
             distribute(module, "weight", device_mesh, Shard(0))
 
-            def rows_of(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-                rows = look_up(module, tokens, group)
+            def rows_of(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+                rows = look_up(module, input, group)
                 return sum_over_ranks(rows, group) if sums else sum_slices(rows, group, SEQUENCE.dim)
 
             return replace_forward(module, rows_of)
@@ -84,8 +84,8 @@ class Rowwise(RowwiseParallel):
         distribute(module, "bias", device_mesh, Replicate())
         slices = self.input_layouts[0].is_replicate()
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            x = own_slice(_plain(x, Replicate()), group, -1) if slices else _plain(x, Shard(-1))
+        def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+            x = own_slice(_plain(input, Replicate()), group, -1) if slices else _plain(input, Shard(-1))
             weight, bias = _local(module, "weight"), _local(module, "bias")
             bias = None if bias is None else on_first_rank(bias, group)
             if sums:
@@ -246,7 +246,8 @@ class PackedColwise(ParallelStyle):
         distribute_packed(module, "bias", device_mesh, 0, self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            (x,) = *args, *kwargs.values()  # Conv1D has another name for it
             bias = self._local(module, "bias", 0)
             if replaced is not None:
                 whole = DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
@@ -268,7 +269,8 @@ class PackedRowwise(PackedColwise):
         distribute_packed(module, "weight", device_mesh, self.dim(module), self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
-        def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            (x,) = *args, *kwargs.values()
             bias = module._parameters["bias"]
             if replaced is None:
                 own = None if bias is None else on_first_rank(bias, group)
