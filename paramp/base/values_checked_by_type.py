@@ -6,6 +6,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -79,9 +80,9 @@ def convert(value: Any, hint: Any, path: str) -> Any:
             except ConfigError:
                 continue
     elif _matches(value, hint):
-        converter = {float: float, tuple: tuple}.get(typing.get_origin(hint) or hint)
+        converter = {int: int, float: float, tuple: tuple}.get(typing.get_origin(hint) or hint)
         return value if converter is None else converter(value)
-    elif hint is int and _is_number(value, int):
+    elif hint is int and is_integer(value):
         raise ConfigError(f"{path}: got {shown(value)}, expected a signed 64-bit integer")
     raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(hint)}")
 
@@ -91,7 +92,7 @@ def _convert_to_dataclass(value: Any, cls: type, path: str) -> Any:
         return value
     if value is None:
         value = {}  # a table that is left out, as in Colossal-AI's pipeline=None
-    if _is_number(value, int) and "size" in keys(cls):
+    if is_integer(value) and "size" in keys(cls):
         value = {"size": value}  # tensor=2 is short for tensor=dict(size=2)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path}: got {shown(value)}, expected {_describe(cls)}")
@@ -108,15 +109,15 @@ def _matches(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, Mapping)
     if hint is float:
-        return _is_number(value, (int, float)) and _fits(value)
+        return (isinstance(value, float) or is_integer(value)) and _fits(value)
     if hint is int:
-        return _is_number(value, int) and -(2**63) <= value < 2**63
+        return is_integer(value) and -(2**63) <= value < 2**63
     return isinstance(value, hint)
 
 
-def _is_number(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether ``value`` is of ``kind``; a bool is not."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer, which one of numpy's is too; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _fits(number: float) -> bool:

@@ -27,14 +27,18 @@ Collected = tuple[Sequence[Chunk], Mapping[str, Any]]
 
 
 class Saver:
-    """Writes the checkpoints of one engine, one after the other. Every rank calls each method."""
+    """Writes the checkpoints of one engine, one after the other. Every rank calls each method.
+
+    Attributes:
+        running: the save in the background whose end was not waited for; None if there is none.
+    """
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self._name = f"save/{context.num_engines}"  # of this engine's process group
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
+        self.running: Future[None] | None = None
         self._staged: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     @property
@@ -72,7 +76,7 @@ class Saver:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramp-save")
-        self._running = self._thread.submit(work)
+        self.running = self._thread.submit(work)
 
     def _collected(
         self, collect: Callable[[], Collected], *, staged: bool
@@ -108,8 +112,8 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if it failed.
         """
-        if self._running is not None:
-            running, self._running = self._running, None
+        if self.running is not None:
+            running, self.running = self.running, None
             running.result()
 
     def _stage(self, chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -27,7 +27,7 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
-        ConfigError: ``to`` exists already; or a finite weight is infinite in ``dtype``.
+        ConfigError: ``to`` exists already; or a finite weight above :data:`MASKED` is infinite in ``dtype``.
     """
     checkpoint, to = user_path(checkpoint), _new_path(to)
     with OpenCheckpoint(checkpoint) as source:
@@ -56,7 +56,7 @@ def export_weights(checkpoint: str | Path, to: str | Path, dtype: torch.dtype | 
 
 
 MASKED = -1e9
-"""Where masks begin, whose lowest numbers may become -inf."""
+"""Where masks begin, whose numbers may become -inf. A checkpoint does not tell them from weights, which are higher."""
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigError, key_name, nearest, shown
-from ..base.values_checked_by_type import convert
+from ..base.values_checked_by_type import convert, is_integer
 from ..config.schema import Config
 from ..precision.modes import PRESETS, Precision, as_dtype
 from ..scaling.loss_scaling_options import LossScaling
@@ -111,7 +111,7 @@ def apex_options(
     if not _as_bool("enabled", enabled):
         return PRESETS["32-true"]
     for name, value, least in (("num_losses", num_losses, 1), ("verbosity", verbosity, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_integer(value) or value < least:
             raise ConfigError(f"{name}: got {shown(value)}, expected an integer of {least} or more")
     weights = properties.cast_model_type or torch.float32
     row = PRESETS[ALIASES.get(opt_level, opt_level)]

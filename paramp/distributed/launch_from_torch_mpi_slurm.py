@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
+from ..base.values_checked_by_type import is_integer
 from ..config.layout_of_run_command import load_in_layout
 from ..config.schema import DEFAULT_SEED, Config
 from .agreed_arguments import Call, agree, agree_on_config, agreed_call
@@ -187,7 +188,7 @@ def start_heartbeat(
         checked = required_context("start_heartbeat", context)
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
-        counts = end_after is None or (isinstance(end_after, int) and end_after >= 1)
+        counts = end_after is None or (is_integer(end_after) and end_after >= 1)
         require(counts, "end_after", end_after, "an integer of 1 or more, or None")
         if checked is not None and checked.heartbeat is not None and checked.heartbeat.is_running:
             raise ConfigError("start_heartbeat: the context has a heartbeat already; set its hang_timeout instead")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError, LaunchError, one_line, require
+from ..base.values_checked_by_type import is_integer
 from .first_failure import give_launcher, is_echo, is_lost_connection
 from .local_launcher import start_processes
 
@@ -51,8 +52,7 @@ def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
         LaunchError: a rank was ended, or its error or value cannot be pickled.
         KeyboardInterrupt: the notebook was interrupted. The ranks get SIGTERM and 30 seconds to end.
     """
-    is_count = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    require(is_count, "ranks", ranks, "an integer of 1 or more")
+    require(is_integer(ranks) and ranks >= 1, "ranks", ranks, "an integer of 1 or more")
     require(callable(fn), "fn", fn, "a function, which each rank calls")
     if importlib.util.find_spec("cloudpickle") is None:
         raise ConfigError('notebook: cloudpickle is not installed; run pip install "paramp[notebook]"')

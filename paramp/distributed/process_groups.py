@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,7 @@ class ProcessGroups:
         """``prefix``: of the groups' names; the same on every rank, and no other context's in the process."""
         self._prefix = prefix
         self._made: list[dist.ProcessGroup] = []
+        self._names: Counter[str] = Counter()
         self._shared: list[tuple[torch.Tensor, str | None, dist.ProcessGroup]] = []
 
     def make(
@@ -76,9 +78,13 @@ class ProcessGroups:
         # By default the name has the number of groups that this process is in. That differs between ranks, for example
         # if a parameter is tied between some stages only, and ranks that call one group by two names wait forever:
         # gloo's to connect, NCCL's to be destroyed (pytorch #190396).
-        # Families of one name differ in the key, equal on every rank, and the groups of a family in their first rank.
+        # Families of one name differ in the key, equal on every rank, the groups of a family in their first rank, and
+        # several groups of the same ranks in their number.
         key = zlib.crc32(str(family.tolist()).encode())
         full_name = f"{self._prefix}/{name}/{key:x}/{mine[0] if mine else 'none'}"
+        self._names[full_name] += 1
+        if (number := self._names[full_name]) > 1:
+            full_name = f"{full_name}/{number}"
         with patched(c10d, "_process_group_name", lambda *_, **__: full_name):
             if splits:
                 made = dist.split_group(split_ranks=family.tolist(), group_desc=name)

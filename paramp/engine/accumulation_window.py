@@ -164,14 +164,14 @@ class State(enum.Enum):
     STEPPED = enum.auto()
     """A step has used them."""
     BROKEN = enum.auto()
-    """A batch failed, and may have left a part of its gradients."""
+    """A batch or the step failed, and may have left a part of its gradients."""
     AVERAGED = enum.auto()
     """The model has averaged weights, for evaluations. Failures and drops do not end this state."""
 
 
 INCOMPLETE = (
-    "a batch of this step failed and left a part of its gradients; call engine.zero_grad(), which drops the gradients "
-    "of the whole accumulation window, and start the window again"
+    "a batch of this step, or the step() itself, failed and left a part of its gradients; call engine.zero_grad(), "
+    "which drops the gradients of the whole accumulation window, and start the window again"
 )
 APPLIED = (
     "engine.ema.applied(): the model has the averaged weights, with which there is no training, saving or loading of "
@@ -300,7 +300,7 @@ class AccumulationWindow:
         """Count a call of ``step()``; return whether it ends the window, whose gradients carry ``scale`` (0-dim).
 
         Raises:
-            RuntimeError: there was no backward since the last call, or a batch failed and was not dropped.
+            RuntimeError: there was no backward since the last call, or a batch or step failed and was not dropped.
         """
         state = State.STEPPED if self._num_calls + 1 >= self._length else State.CALLED
         if self.state is not State.AVERAGED:

@@ -26,6 +26,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, cast
@@ -33,7 +34,7 @@ from typing import Literal, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from ..base.errors import CheckpointError, ConfigError, require
-from ..base.values_checked_by_type import user_path
+from ..base.values_checked_by_type import is_integer, user_path
 from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
 from .engine import Engine
@@ -62,11 +63,12 @@ class Checkpoints:
     def __post_init__(self) -> None:
         for name in ("every", "keep_last", "keep_every"):
             value, optional = getattr(self, name), name != "keep_last"
-            fits = (value is None and optional) or (isinstance(value, int) and value >= 1)
+            fits = (value is None and optional) or (is_integer(value) and value >= 1)
             require(fits, name, value, f"an integer of 1 or more{', or None' if optional else ''}")
         require(self.keep_best in (None, "min", "max"), "keep_best", self.keep_best, '"min", "max" or None')
         self.folder = user_path(self.folder).absolute()  # that of now, also after os.chdir
-        self._last_saved: Best | None = None  # None also if it was not the best, or its save failed
+        self._last_saved: Best | None = None  # None also if it was not the best
+        self._running: Future[None] | None = None  # its save, if it is in the background
 
     def due(self, step: int, metric: float | None = None) -> bool:
         """Whether to save after ``step``: in turn, or because ``metric`` is the best so far. Every rank calls it.
@@ -83,9 +85,9 @@ class Checkpoints:
         path = self._path / f"step-{step:08d}"
         best = Best(step, float(metric), path.name) if metric is not None and self._is_best(metric) else None
         then = functools.partial(self._saved, step, best) if engine.context.is_main else None
-        self._last_saved = None
+        self._running = None
         engine.save(path, wait=wait, then=then)
-        self._last_saved = best
+        self._last_saved, self._running = best, engine._state.saver.running
         return path
 
     def newest(self) -> Path | None:
@@ -116,8 +118,9 @@ class Checkpoints:
         return best is None or (metric < best.metric if self.keep_best == "min" else metric > best.metric)
 
     def _best_so_far(self) -> Best | None:
-        """The last save's, which may not be written yet, if it was the best; else that of ``best.json``."""
-        return self._last_saved or _read_best(self._path)
+        """The last save's, if it was the best and is not written yet; else that of ``best.json``."""
+        writes = self._running is not None and not self._running.done()
+        return (self._last_saved if writes else None) or _read_best(self._path)
 
     def _saved(self, saved: int, best: Best | None) -> None:
         """Record the checkpoint of step ``saved`` if it is the ``best`` so far, and delete old ones."""

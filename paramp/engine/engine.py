@@ -362,6 +362,7 @@ class Engine:
 
         Its ``state_dict()`` has numbers, strings, small tensors, lists and dicts; without one, a ConfigError, as for
         the name of another thing without ``replace``. ``initialize`` tracks the scheduler and loaders that it returns.
+        After :meth:`load` it restores the state that was saved under this name, if no thing had the name then.
         """
         self._state.track(name, thing, replace=replace)
 

@@ -107,6 +107,7 @@ def _agree(
     num_parts: int, problem: Exception | None, index: int, failure: SharedFailure, context: ParallelContext
 ) -> int:
     """The largest number of parts of the next batch of a data rank, 0 if none has one; one all-reduce of the world."""
+    failure.check_not_alone()
     axis = context.dp
     counts = torch.zeros(2 * axis.size + 1, device=context.device)
     counts[axis.rank] = float(num_parts > 0)

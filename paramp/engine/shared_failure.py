@@ -67,14 +67,14 @@ class SharedFailure:
         self.num_failed = HostCopy(1, torch.float64, context.device)
         self.is_shared = context.world_size > 1 or self.num_failed.is_late
 
-    def refuse(self) -> NoReturn:
+    def check_not_alone(self) -> None:
         """Raise on a rank that has failed alone: the others take part in none of what it would do now."""
-        raise RuntimeError("a batch failed on this rank alone, and others wait for it in the model; end the job")
+        if self.is_alone:
+            raise RuntimeError("a batch failed on this rank alone, and others wait for it in the model; end the job")
 
     def begin_batch(self) -> None:
         """Count a batch, on every rank; raise on a rank that has failed alone."""
-        if self.is_alone:
-            self.refuse()
+        self.check_not_alone()
         self._num_batches += 1
 
     def record(self, error: Exception) -> None:
@@ -119,7 +119,8 @@ class SharedFailure:
             self._raise(self._found())
 
     def check(self) -> None:
-        """Raise on every rank if a published sum was not 0."""
+        """Raise on every rank if a published sum was not 0; and on a rank that has failed alone."""
+        self.check_not_alone()
         if self.num_failed.take():
             self._raise(self._found())
 
@@ -129,7 +130,11 @@ class SharedFailure:
         return self.take() or late
 
     def agree(self, error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-        """Raise on every rank of ``group`` (None: the world) if one has an ``error``; a collective."""
+        """Raise on every rank of ``group`` (None: the world) if one has an ``error``; a collective.
+
+        On a rank that has failed alone it raises at once.
+        """
+        self.check_not_alone()
         if error is not None and (self._context.world_size == 1 or is_lost_connection(error)):
             raise error
         num_failed = torch.full((1,), float(error is not None), device=self._context.device)

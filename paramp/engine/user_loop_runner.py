@@ -118,8 +118,6 @@ class LoopRunner(BatchRunner):
 
     def _check_window(self) -> None:
         """Before other batches than the window's: raise on every rank, as its failure, what no call has raised yet."""
-        if self._failure.is_alone:
-            self._failure.refuse()
         if self._window.is_open and self._context.world_size > 1:
             with self._window.failing():
                 self._failure.agree(self._failure.take())

@@ -21,6 +21,8 @@ TOLERANCE = 5e-2
 LEAST = 1e-2
 """Of the usual size of an element. Gradients that cancel but for rounding, as that of a bias before a batch norm, are
 below it, and may differ between ranks on a GPU. What all heads share has larger ones: a sum over the heads too."""
+MOST_BETWEEN = 64
+"""Windows from a comparison to the next one, at most: a layer that is used late trains so long before it is refused."""
 
 
 class ComparedGradients(FlatGradients):
@@ -42,8 +44,8 @@ class ComparedGradients(FlatGradients):
     def complete(self) -> torch.Tensor:
         """As in the base class.
 
-        In windows 1, 2, 4, 8, ... until all were compared, a collective of data and tensor ranks for which the host
-        waits: a layer behind zeros has no gradient in the first window.
+        In windows 1, 2, 4, ..., 64, 128, 192, ... until all were compared, a collective of data and tensor ranks for
+        which the host waits: a layer behind zeros has no gradient in the first window.
         """
         found_inf = super().complete()
         self._num_windows += 1
@@ -83,7 +85,13 @@ class ComparedGradients(FlatGradients):
             )
             return
         self.awaited.difference_update(shown)
-        self._next = 2 * self._num_windows
+        self._next = self._num_windows + min(self._num_windows, MOST_BETWEEN)
+
+
+def let_differ(gradients: FlatGradients) -> None:
+    """Refuse no more what tensor ranks replicate, but have different ``gradients`` of."""
+    if isinstance(gradients, ComparedGradients):
+        gradients.awaited.clear()
 
 
 def _differs(squares: float, signed: float, minus_squares: float, minus_signed: float) -> bool:

@@ -345,7 +345,7 @@ def _changes(node: fx.Node) -> list[fx.Node]:
         if user.op not in ("call_function", "call_method") or user.args[:1] != (node,):
             continue
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        changes = name == "setitem" or (name.endswith("_") and not name.endswith("__") and name not in HARMLESS)
+        changes = name.endswith("_") and not name.endswith("__") and name not in HARMLESS
         if changes:
             found.append(user)
         if changes or name in VIEWS:
@@ -353,7 +353,7 @@ def _changes(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-HARMLESS = ("and_", "or_", "not_", "requires_grad_")
+HARMLESS = ("and_", "or_", "requires_grad_")
 """Names of functions and methods that change nothing, in spite of their last letter."""
 VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueeze", "select", "narrow")
 """Methods and functions that may return a view of their first argument; ``getattr``: its ``data``."""

@@ -90,7 +90,8 @@ def test_a_weight_that_overflows_in_the_dtype_is_not_exported(tmp_path, capsys):
     path, file = tmp_path / "checkpoint", tmp_path / "model.safetensors"
     with paramp.launch_from_torch({}):
         engine = filled_engine(torch.inf)
-        engine.module[1].weight.data[1] = -torch.finfo(torch.float32).max  # as masks have it
+        lowest = -torch.finfo(torch.float32).max
+        engine.module[1].weight.data[1:3] = torch.tensor([[lowest], [-1e9]])  # as masks have it
         engine.save(path / "infinite")
         engine.module[1].weight.data[0] = 1e5
         engine.save(path / "large")

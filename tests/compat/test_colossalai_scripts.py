@@ -129,6 +129,7 @@ def fit(parallel=None, *, batch=4, epochs=EPOCHS, max_steps=None, hook=None, **e
         trainer.fit(train_dataloader=loader, epochs=epochs, max_steps=max_steps, hooks=used, **options)
         steps = max_steps or 5 * epochs
         assert engine.num_steps * extra.get("gradient_accumulation", 1) == trainer.cur_step == steps
+        assert loader.epoch == steps // 5
         assert is_using_pp() is (gpc.get_world_size(ParallelMode.PIPELINE) > 1)
         assert sorted(timer.timers) == ["Test-epoch", "Test-step", "Train-epoch", "Train-step"]
         return engine.full_state_dict(), reader.history, printed

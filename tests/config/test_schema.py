@@ -32,6 +32,12 @@ def test_all_defaults_can_be_written_out(mode):
     assert load({"precision": mode} | written).precision == load({"precision": mode}).precision
 
 
+def test_integers_of_numpy_are_integers():
+    config = load({"gradient_accumulation": np.int64(2), "parallel": {"tensor": np.int32(4)}})
+    assert config == load({"gradient_accumulation": 2, "parallel": {"tensor": 4}})
+    assert {type(config.gradient_accumulation), type(config.parallel.tensor.size)} == {int}
+
+
 def scaling(precision, *names):
     return tuple(getattr(precision.scaling, name) for name in names)
 

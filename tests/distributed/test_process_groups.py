@@ -91,6 +91,10 @@ def test_groups_after_groups_that_only_some_ranks_are_in(world):
         for family in (pairs, pairs.t()):  # of one name, and rank 0 is the first of a group in both
             mine = next(ranks for ranks in family.tolist() if world.rank in ranks)
             check_group(context.make_group("pairs", family), mine)
+        own = [context.make_group("pairs", pairs, shared=False) for _ in range(2)]
+        for group in own:
+            check_group(group, next(ranks for ranks in pairs.tolist() if world.rank in ranks))
+        assert own[0] is not own[1]
 
 
 def maps():

@@ -121,8 +121,7 @@ def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait, sa
         with contextlib.nullcontext() if wait else failed:
             checkpoints.save(engine, 3) if saves else engine.finish_saving()
         obstacle.rmdir()
-        if saves:  # else only the engine knows, until the next save
-            assert checkpoints.due(4, 1.5)
+        assert checkpoints.due(4, 1.5)
         checkpoints.save(engine, 4, wait=True)
         assert checkpoints.best() == tmp_path / "step-00000001"
         assert checkpoints.due(5, 1.5)
@@ -137,9 +136,10 @@ def test_folders_with_other_names_are_no_checkpoints(tmp_path):
             saved = checkpoints.save(engine, step, wait=True)
         assert {*tmp_path.iterdir()} == {other, saved}
         assert checkpoints.newest() == saved
-    for name, value in (("keep_last", 0), ("keep_last", None), ("every", 0), ("keep_every", 0.5)):
+    for name, value in (("keep_last", 0), ("keep_last", None), ("every", 0), ("every", True), ("keep_every", 0.5)):
         with pytest.raises(paramp.ConfigError, match=f"{name}: got {value}, expected an integer of 1 or more"):
             paramp.Checkpoints(tmp_path, **{name: value})
+    assert paramp.Checkpoints(tmp_path, every=np.int64(2)).due(4)
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")

@@ -163,7 +163,7 @@ def test_a_load_drops_the_gradients_of_a_window_that_was_begun(tmp_path):
     assert norms[0] == norms[1]
 
 
-def test_a_name_is_that_of_one_tracked_thing():
+def test_a_name_is_that_of_one_tracked_thing(tmp_path):
     loader = torch.utils.data.DataLoader(torch.zeros(4, 1))
     with paramp.launch_from_torch({}):
         schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
@@ -174,3 +174,13 @@ def test_a_name_is_that_of_one_tracked_thing():
                 engine.track(name, engine.optimizer)
         engine.track("mine", scheduler)
         engine.track("mine", engine.optimizer, replace=True)
+        engine.save(tmp_path / "saved")
+    for weights_only in (False, True):  # what is tracked after a load is restored, once
+        with paramp.launch_from_torch({}):
+            engine = engine_of(nn.Linear(4, 4))
+            things = [sgd(nn.Linear(4, 4).parameters(), lr=lr) for lr in (2.0, 3.0)]
+            engine.load(tmp_path / "saved", weights_only=weights_only)
+            for thing in things:
+                engine.track("mine", thing, replace=True)
+            rates = [thing.param_groups[0]["lr"] for thing in things]
+            assert rates == [2.0 if weights_only else engine.optimizer.param_groups[0]["lr"], 3.0]

@@ -17,6 +17,7 @@ from pool import on_ranks, run_on_ranks
 from reference import UNITS_WEIGHTS, rank_slice, rounding
 
 import paramp
+from paramp.optim.replicated_gradients import let_differ
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.model_families import adapter_for
 from paramp.parallel.partition import plan_stages
@@ -73,7 +74,7 @@ def train(name, plan=None, *, compared=True):
     start = {key: value.detach().clone() for key, value in model.named_parameters()}
     engine, *_ = paramp.initialize(model, sgd, plan=plan)
     if not compared:
-        engine._weights.gradients.awaited.clear()  # else the first step refuses it
+        let_differ(engine._weights.gradients)  # else the first step refuses it
     losses = []
     axis = engine.context.dp
     for batch in batches(name, STEPS):

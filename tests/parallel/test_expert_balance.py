@@ -221,6 +221,8 @@ def test_a_skipped_step_and_a_dropped_one_leave_biases_and_count_no_more():
         engine.forward_backward(x, y)
         with pytest.raises(ArithmeticError):
             engine.step()
+        with pytest.raises(RuntimeError, match=r"^a batch of this step, or the step\(\) itself, failed"):
+            engine.flush()
         engine.before_step.clear()
         engine.zero_grad()
         assert not any(one.total.any() for one in counts)

@@ -237,6 +237,7 @@ def own(module, sent):
         (in_place, lambda module, sent: sent if module.training else module.scale, True),
         (in_place, lambda module, sent: sent, False),
         (lambda scale, most: scale.mul(0.5).add_(most) * (scale & most), own, False),
+        (lambda scale, most: scale.requires_grad_(False) * most, own, False),
     ],
 )
 def test_a_buffer_that_one_stage_changes_and_another_uses_is_refused(change, used, is_refused):

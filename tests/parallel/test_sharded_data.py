@@ -286,6 +286,10 @@ def test_what_was_unfrozen_is_refused_by_name_before_the_first_batch(world, pipe
             engine = engine_of(model)
             names = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
             if thawed:
+                if pipeline == 1:
+                    engine.module.get_parameter(names[0]).requires_grad_(world.rank == 3)
+                    with pytest.raises(RuntimeError, match=f"on some data ranks only.*; rank 3 .* {names[0]!r}"):
+                        engine.forward_backward(x, x)
                 for name in names:
                     engine.module.get_parameter(name).requires_grad_(True)
                 for _ in range(2):

@@ -1,6 +1,7 @@
 """What parameters were given before ``initialize`` shards, casts, fills or moves them: hooks and attributes."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
+from paramp.optim import replicated_gradients
 
 
 class Halves(nn.Module):
@@ -242,6 +244,13 @@ def test_what_heads_share_is_refused_without_a_style(world, parallel):
                 results.extend(train_step(engine, *part) for _ in range(30))
             assert [result.overflow for result in results] == [not result.stepped for result in results]
             assert (engine.num_steps, any(result.overflow for result in results)) == (zeros, scale > 1.0)
+    with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel}) as context:
+        engine, part = engine_of(seeded(build, True), plan=plan), own_part(context, x, y)
+        zeros = [one for name, one in engine.named_parameters() if name == "0.down.weight"]  # on its stage
+        engine.before_step.append(lambda: [one.grad.mul_(engine.num_steps > 3) for one in zeros])
+        with mock.patch.object(replicated_gradients, "MOST_BETWEEN", 1), pytest.raises(paramp.ConfigError, match=words):
+            all(train_step(engine, *part).stepped for _ in range(30))
+        assert engine.num_steps == 5
     with paramp.launch_from_torch({"parallel": {"tensor": 2} | parallel}) as context:
         plan |= {"*.norm": "partial_gradient"}
         train_both(context, engine_of(seeded(build), plan=plan), seeded(build), [(x, y)] * 4)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import paramp
 from paramp.models import GPT, GPTConfig, MoEGPT, MoEGPTConfig
+from paramp.optim.replicated_gradients import let_differ
 from paramp.precision.modes import Precision
 
 SMALL = GPTConfig(num_layers=4, num_heads=4, width=32, max_seq_len=16, vocab_size=120)
@@ -187,8 +188,8 @@ def train_engine(
     model, optimizer = build(), optimizer or functools.partial(torch.optim.SGD, lr=lr, momentum=0.9)
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     engine, *_ = paramp.initialize(model, optimizer(model.parameters()), loss)
-    if halve_on_rank is not None and context.tp.size > 1:
-        engine._weights.gradients.awaited.clear()  # else the first step refuses it
+    if halve_on_rank is not None:
+        let_differ(engine._weights.gradients)  # else the first step refuses it
     losses = []
     for step, (x, y) in enumerate(batches(steps, length=length)):
         x, y = (rank_slice(t, context.dp.rank, context.dp.size) for t in (x, y))

@@ -54,7 +54,11 @@ class Stateful(Protocol):
 
 
 class TrainingState:
-    """Saves and loads the training state of a rank. Its methods are those of :class:`~paramp.Engine`."""
+    """Saves and loads the training state of a rank. Its methods are those of :class:`~paramp.Engine`.
+
+    Attributes:
+        saver: writes the checkpoints.
+    """
 
     def __init__(
         self,
@@ -71,10 +75,11 @@ class TrainingState:
         self._optimizer = OptimizerState(params)
         self._random = RandomStreams(stages, params.context)
         self._window, self._step, self._scaler, self._averages = window, step, scaler, averages
-        self._saver = Saver(params.context)
+        self.saver = Saver(params.context)
         self._number = params.context.num_engines  # of this engine
         self._num_saves = 0
         self._tracked: dict[str, Stateful] = {}
+        self._left: dict[str, dict[str, Any]] = {}  # states that were loaded before their names are tracked
 
     def track(self, name: str, thing: Stateful, *, replace: bool) -> None:
         if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
@@ -87,6 +92,8 @@ class TrainingState:
                 f"track: the name {name!r} is that of the {type(taken).__name__} which is tracked already; choose "
                 "another, or pass replace=True to save this one in its place"
             )
+        if name in self._left:
+            thing.load_state_dict(self._left.pop(name))
         self._tracked[name] = thing
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
@@ -97,19 +104,19 @@ class TrainingState:
         with self._context.phase("checkpoint"):
             unit = self._window.losses.unit.everywhere()
             collect = functools.partial(self._contents, self._optimizer.numbers_everywhere(), unit)
-            self._saver.save(path, collect, wait=wait, then=then)
+            self.saver.save(path, collect, wait=wait, then=then)
 
     def finish_saving(self) -> None:
         with self._context.phase("checkpoint"):
-            self._saver.finish()
+            self.saver.finish()
 
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
         from ...checkpoint.resharding import read  # imports torch's checkpointing and DTensor, as the first save does
 
         self._window.check_not_averaged()
         with self._context.phase("checkpoint"):
-            self._saver.finish()
-            group = self._saver.group
+            self.saver.finish()
+            group = self.saver.group
             with open_together(path, group, check=check) as checkpoint:
                 everything = not weights_only and not checkpoint.header.only_weights
                 header = self._by_first_names(checkpoint.header, everything=everything)
@@ -193,14 +200,15 @@ class TrainingState:
         self._window.losses.unit.load(values["count_unit"])
         if values["scaler"] and self._scaler.is_enabled():
             self._load_scaler(values["scaler"], values["config"].get("precision"))
+        self._left = dict(values["tracked"])
         failure: Exception | None = None
         try:
             for name, thing in self._tracked.items():
-                if name in values["tracked"]:
-                    thing.load_state_dict(values["tracked"][name])
+                if name in self._left:
+                    thing.load_state_dict(self._left.pop(name))
         except Exception as error:  # raised on this rank alone, it would leave the others waiting
             failure = error
-        failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self._saver.group)
+        failures = gather_objects(failure and f"{type(failure).__name__}: {failure}", self.saver.group)
         if failure is not None:
             raise failure
         if any(failures):

@@ -244,11 +244,11 @@ class ShardedUnits:
                 root.set_requires_gradient_sync(False)
         self._order.begin(backward=backward)
         with self.resetting():
+            if backward:
+                self._order.compare_trained(self._trained())
             frozen = ((name, fsdp2_internals.held(one)) for name, one in self._frozen)
             if backward and not self._pipelined and (error := thawed_since(frozen)):
                 raise error  # torch would refuse it halfway through its first batch, and run the next one
-            if backward:
-                self._order.compare_trained(self._trained())
             yield
             if not self._reduces:
                 fsdp2_internals.drop_gradients(self._params())  # of a batch that is run again

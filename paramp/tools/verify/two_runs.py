@@ -30,7 +30,7 @@ from ...distributed.local_launcher import start_processes
 from ...engine.engine import Engine
 from ...engine.initialize import initialize
 from ...engine.power_of_two_loss_divisor import Criterion
-from ...optim.replicated_gradients import ComparedGradients
+from ...optim.replicated_gradients import let_differ
 from ...parallel.microbatches import Batch
 from .activation_recorder import ActivationRecorder, RankRecord, gradient_of, perturb
 from .compare import NUM_PERTURBED, compare, rounding
@@ -130,8 +130,7 @@ def _prepared(
 ) -> tuple[Engine, list[Batch], RankRecord]:
     sgd = partial(torch.optim.SGD, lr=options.lr or LR, momentum=MOMENTUM)
     engine, checked, record = prepared(options, context, 2 * num_microbatches, num_microbatches, sgd)
-    if isinstance(engine._weights.gradients, ComparedGradients):
-        engine._weights.gradients.awaited.clear()  # no error in a step: the report says more of where runs diverge
+    let_differ(engine._weights.gradients)  # no error in a step: the report says more of where runs diverge
     batches = [*checked]
     record.batches = [digest_of(batch) for batch in batches]
     record.microbatch_size = batches[0].size // num_microbatches

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ....base.values_checked_by_type import is_integer
 from ....precision.compute_context import ComputeContext
 from .errors import AmpError
 from .optimizers import ApexOptimizer
@@ -52,7 +53,7 @@ def scale_loss(
     if session is None:
         return nullcontext(loss)
     count = len(session.loss_scalers)
-    if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < count:
+    if not is_integer(loss_id) or not 0 <= loss_id < count:
         raise AmpError(
             f"amp.scale_loss: got loss_id {loss_id!r}, expected an integer from 0 to {count - 1}, below the num_losses "
             "of amp.initialize"

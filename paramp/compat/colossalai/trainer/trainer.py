@@ -144,7 +144,7 @@ class Trainer:
             self.cur_step += training
             if shows:
                 self._show(f"[Epoch {self.cur_epoch} / {name}] {number}/{count}", last=number == count)
-            if training and self._is_over():
+            if training and self._is_over() and number < count:
                 break
         else:
             next(batches, None)  # its end, so that a checkpoint does not resume in this epoch
