@@ -42,7 +42,7 @@ SUM_PIECE = 2**19
 SAMPLED_RUN = 256
 """Rows of 64 elements of a weight, of which each step looks at one (``weights_changed_in_place`` in ``optim``)."""
 HASHED_WORDS = {"cpu": 2**18, "cuda": 2**22}
-"""32-bit words hashed at once, by device. Each needs 16 bytes of temporary memory."""
+"""32-bit words hashed at once, by device; on others as on CUDA. Each needs 16 bytes of temporary memory."""
 COUNTED = 2**22
 """Elements of a gradient that a histogram converts to fp64 at once."""
 TRACE_FILE = 2**28

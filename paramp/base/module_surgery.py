@@ -32,6 +32,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """A shallow copy; unlike ``copy.copy``, also of modules that refuse to be pickled, such as parametrized ones."""
     copied: nn.Module = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__)
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        replace_forward(copied, forward.__func__)
     return copied
 
 
@@ -96,13 +99,13 @@ OF_CLASS = "_runs_forward_of_class"
 
 
 def runs_forward_of_class(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is that of its class, perhaps inside a context of :func:`run_within`."""
+    """Whether the forward of ``module`` is that of any class it is given, perhaps inside a :func:`run_within`."""
     replaced = vars(module).get("forward")
     return replaced is None or getattr(replaced, OF_CLASS, False)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a forward was set on the object ``module`` that is not that of its class."""
+    """Whether a forward was set on the object ``module`` that is not just that of its class, as one in a context."""
     replaced = vars(module).get("forward")
     return replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward
 
@@ -330,11 +333,11 @@ def check_frozen(frozen: NamedParameters) -> None:
             raise RuntimeError(unfrozen(name, "has a gradient"))
 
 
-def moved(name: str) -> str:
+def moved(name: str, after: str = "initialize") -> str:
     """An error's text: the parameter ``name``, or its gradient, is in other memory than a step changes."""
     return (
-        f"{name!r} was moved after initialize (its .data was replaced, or its module was cast or given another memory "
-        "format), so that steps would not change it; do that before initialize, and change values in place (copy_, "
+        f"{name!r} was moved after {after} (its .data was replaced, or its module was cast or given another memory "
+        f"format), so that steps would not change it; do that before {after}, and change values in place (copy_, "
         "load_state_dict)"
     )
 

@@ -158,6 +158,7 @@ INVENTORY = (
     Private("torch.nn.modules.dropout", "_DropoutNd", "switching dropout off in verify"),
     Private("torch.nn", "_reduction", "the losses' old arguments"),
     Private("torch.optim.Optimizer", "_optimizer_step_pre_hooks _optimizer_step_post_hooks", "hooks of a step"),
+    Private("torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks", "hooks of a step"),
     Private(
         "torch.amp.GradScaler",
         "_backoff_factor _check_scale_growth_tracker _enabled _get_growth_tracker _growth_factor _growth_interval "

@@ -1,13 +1,14 @@
 """fp32 masters that scripts may change themselves: those of Apex and of ``convert_to_amp``, in the optimizer's groups.
 
-A master that does not round to its weight may have been changed, or its weight may. Version counters do not tell, since
-an edit through ``.data`` moves none. So the weight's bits are hashed when it is rounded: if they are still the same
-before a step, its master stays as it is.
+A master that does not round to its weight was changed, or its weight was. Version counters do not tell, since an edit
+through ``.data`` moves none. So the weight's bits are hashed when it is rounded: if they are still the same before a
+step, its master stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -23,17 +24,20 @@ class ChangeableMasters(ParameterMasters):
         super().__init__(weight, stepped)
         self.note_rounding()
 
-    def bits(self) -> torch.Tensor:
-        """A hash of the weight's bits, 0-dim."""
-        return hash_bits(local(self.weight))
-
     def note_rounding(self) -> None:
         """Record that the weight is its master's rounding now."""
-        self.rounding = self.bits() if self.has_master else None
+        self.rounding = hash_bits(local(self.weight)) if self.has_master else None
 
-    def weight_has_changed(self) -> bool:
-        """Whether the weight of a master was changed since the last rounding; waits for the device."""
-        return self.rounding is not None and not torch.equal(self.bits(), self.rounding)
+    def weight_has_changed(self) -> torch.Tensor:
+        """Whether the weight of a master was changed since the last rounding; 0-dim."""
+        assert self.rounding is not None
+        return hash_bits(local(self.weight)).to(self.rounding.device).ne(self.rounding)
+
+    def one_has_changed(self) -> torch.Tensor:
+        """Whether the weight or its master was, because this does not round to that; 0-dim."""
+        weight = local(self.weight).detach()
+        rounded = local(self.stepped).detach().to(weight)
+        return rounded.view(torch.int16).ne(weight.view(torch.int16)).any()
 
 
 def follow_changed_weights(parameters: Iterable[ChangeableMasters]) -> None:
@@ -41,17 +45,21 @@ def follow_changed_weights(parameters: Iterable[ChangeableMasters]) -> None:
 
     It waits for the device, as a step has just done for its overflow flag. Where both were changed the weight counts.
     """
-    pairs = [(one, one.rounding) for one in parameters if one.rounding is not None]
-    if not pairs:
-        return
-    found = [one.bits() for one, _ in pairs]
-    device = found[0].device
-    before = torch.stack([bits.to(device) for _, bits in pairs])
-    is_changed = torch.stack([bits.to(device) for bits in found]).ne(before).tolist()
-    for (one, _), bits, changed in zip(pairs, found, is_changed, strict=True):
-        if changed:
-            follow_changes([one])
-            one.rounding = bits
+    either = _where(ChangeableMasters.one_has_changed, [one for one in parameters if one.rounding is not None])
+    changed = _where(ChangeableMasters.weight_has_changed, either)
+    follow_changes(changed)
+    for one in changed:
+        one.note_rounding()
+
+
+def _where(
+    flag: Callable[[ChangeableMasters], torch.Tensor], parameters: Sequence[ChangeableMasters]
+) -> list[ChangeableMasters]:
+    """Those of ``parameters`` whose ``flag`` is set; the host waits once for all."""
+    flags = [flag(one) for one in parameters]
+    if not flags:
+        return []
+    return list(itertools.compress(parameters, torch.stack([one.to(flags[0].device) for one in flags]).tolist()))
 
 
 def round_to_weights(parameters: Sequence[ChangeableMasters]) -> None:

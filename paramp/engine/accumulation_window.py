@@ -397,7 +397,4 @@ class AccumulationWindow:
     def check_unstepped(self) -> None:
         """Raise a RuntimeError if a step was made since the last backward."""
         if self.scale is not None:
-            raise RuntimeError(
-                "gradient_histogram(): a step was made with these gradients, and may have divided them; call it "
-                "between forward_backward and step"
-            )
+            raise RuntimeError("gradient_histogram(): a step was made; call it between forward_backward and step")

@@ -174,7 +174,7 @@ def _make_weights(
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         repoint(one.optimizer, plan.names_of, one)
-        one.why_missed = why_weights_are_missed(one.optimizer, plan.names_of, one)
+        one.why_missed = why_weights_are_missed(one.optimizer, plan.names_of, one.by_name())
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

@@ -216,7 +216,7 @@ class OptimizerStep:
         if vanished == 1:  # the first in a row
             user_optimizer.warn_of_vanished_gradient(made, self._optimizers)
         rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
-        rates = [_value(one) if isinstance(one, torch.Tensor) else one for one in rates]
+        rates = [getattr(one, "_version", one) for one in rates]  # schedules fill tensors
         moves = rates != (self._rates or rates)
         if skipped and moves and self._moves and not self._warned:  # at this step and the one before
             self._warned = user_optimizer.warn_of_schedule(self._optimizers)
@@ -268,8 +268,3 @@ class OptimizerStep:
         if precision.verbose and self._context.is_main and self._scaler.get_scale() != result.loss_scale:
             print(f"paramp: loss scale changes from {result.loss_scale:g} to {self._scaler.get_scale():g}", flush=True)
         return result
-
-
-def _value(rate: torch.Tensor) -> object:
-    """What changes with a learning rate that schedulers fill; the host does not wait for a GPU."""
-    return rate.item() if rate.device.type == "cpu" else (id(rate), rate._version)

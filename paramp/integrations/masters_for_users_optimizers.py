@@ -24,6 +24,7 @@ from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
 from ..base.wrapped_models import plain_name
 from ..optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
+from ..optim.user_changes.refused_changes import changed_in_step
 
 
 class ModuleMasters:
@@ -34,6 +35,7 @@ class ModuleMasters:
         self._weights: dict[torch.Tensor, ParameterMasters] = {}
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
+        self._versions: dict[torch.Tensor, int] = {}  # of the weights whose masters are being stepped
 
     @staticmethod
     def of(module: nn.Module) -> ModuleMasters:
@@ -48,7 +50,8 @@ class ModuleMasters:
 
     def add(self, weight: nn.Parameter, value: torch.Tensor) -> None:
         """Give ``weight`` a master of this ``value``, of its shape and layout, which it is about to be rounded from."""
-        master = value.detach().to(weight.device, torch.float32)
+        # .data, because detach() keeps the counter of changes, which may be the weight's
+        master = (value.detach() if is_dtensor(value) else value.data).to(weight.device, torch.float32)
         self._weights[weight] = ParameterMasters(weight, nn.Parameter(master, weight.requires_grad))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -147,12 +150,20 @@ class ModuleMasters:
             )
         self._put_masters(optimizer)
         self.take_changes(optimizer)
-        follow_changes(self._held(optimizer))
+        held = self._held(optimizer)
+        follow_changes(held)
+        self._versions = {one.weight: version(one.weight) for one in held}
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        changed = {weight for weight, count in self._versions.items() if version(weight) != count}
+        self._versions = {}
         write_back(self._held(optimizer))
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)
+        if changed:
+            raise changed_in_step(
+                next(repr(name) for name, one in self._named(self._module, "") if one.weight in changed)
+            )
 
     def _held(self, optimizer: torch.optim.Optimizer) -> list[ParameterMasters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""

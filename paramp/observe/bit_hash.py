@@ -16,7 +16,8 @@ from ..base import loop_block_sizes
 def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     """A hash of the bits of ``tensor`` (any dims and dtype): 0-dim int64 on its device, without synchronisation."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    multipliers = _multipliers(tensor.device, loop_block_sizes.HASHED_WORDS[tensor.device.type])
+    sizes = loop_block_sizes.HASHED_WORDS
+    multipliers = _multipliers(tensor.device, sizes.get(tensor.device.type, sizes["cuda"]))
     for number, words in enumerate(_words(tensor).split(len(multipliers))):
         # chunks share the multipliers; the odd factor makes the hash depend on the index of the chunk
         total += (words * multipliers[: len(words)]).sum() * (2 * number + 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +34,7 @@ from ..base.uncompiled import unwatched
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
 from ..parallel.microbatches import Batch
+from ..pipeline.repeated_forwards import contexts_of_now
 from ..pipeline.stage import Stage, Stages
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 from .nonfinite_experts import ExpertTokens
@@ -257,6 +258,8 @@ class Tracer:
         self._num_checks = 0
         self._running: list[str] = []  # the stack of running modules
         self._in_function = in_function
+        self.contexts: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes the contexts in which the last module's forward ran."""
         self._batch = ""  # the name of what a non-finite input comes from
         self._batch_is_bad = False
 
@@ -363,6 +366,7 @@ class Tracer:
             bad = self._check(self._batch, others, masks=True, received=True) or bad
         if bad:
             self._meet(name)
+        self.contexts = contexts_of_now()
         self.experts.begin(name, module, args)
         self._running.append(name)
         self._graph.begin(name)

@@ -212,7 +212,7 @@ def _rerun_loss(
                 tracer.see_loss(None, None, value)
                 scaled = value * scale.to(value.device)
                 tracer.see_scaled(scaled)
-            with tracer.span("backward", 0, 0):
+            with tracer.span("backward", 0, 0), tracer.contexts():
                 scaled.backward()
     except Exception as error:  # recorded, so that no rank waits for this one
         tracer.failure = f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from ..base.errors import ConfigError
 from ..base.scratch_memory_cpu import Scratch
 from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
-from .fused_step import KERNELS, FusedStep
+from .fused_step import KERNELS, FusedStep, num_step_hooks
 from .matrices.matrix_step import MatrixStep
 from .user_changes.refused_changes import check_stepped, is_step_replaced, refusing_changes
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
@@ -22,7 +22,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
     """Why ``optimizer`` cannot step in fused kernels over flat buffers; None if it can."""
     if type(optimizer) not in KERNELS:
         return f"{type(optimizer).__name__} is not one of {', '.join(kind.__name__ for kind in KERNELS)}"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if num_step_hooks(optimizer):
         return "it has step hooks"
     if is_step_replaced(optimizer):
         return "its step() is replaced"

@@ -216,7 +216,7 @@ class OptimizerWeights:
         params: its parameters, in the model's order.
         buffers: the buffers that hold them; no other optimizer's.
         changes: those of all weights.
-        followed: all weights with masters, also those of other optimizers.
+        followed: all weights with masters, also those of other optimizers, as an error calls them, and the parameters.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         exchange: if ranks have shards of the matrices that it needs whole: how matrices get to their owners and back.
         why_missed: why its own step would not reach these tensors; None if it would.
@@ -229,7 +229,8 @@ class OptimizerWeights:
         self.params = [param for param in weights.params if param.optimizer == index]
         self.buffers = [buffer for buffer in weights.buffers if buffer.params[0].optimizer == index]
         self.changes = weights.changes
-        self.followed = [param for param in weights.params if param.buffer.masters.has_master]
+        with_masters = (param for param in weights.params if param.buffer.masters.has_master)
+        self.followed = [(repr(param.name), param.parameter) for param in with_masters]
         self.exchange: MatrixExchange | None = None
         self.why_missed: str | None = None
         self.is_partitioned = weights.is_partitioned

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..base import loop_block_sizes
 from ..base.scratch_memory_cpu import Scratch
@@ -30,6 +31,12 @@ expect("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
 
 Update = Callable[..., None]
 """``update(weight, gradient, state, grad_scale=..., found_inf=...)``; may overwrite the gradient."""
+
+
+def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks its ``step()`` has, before and after, with those of every optimizer."""
+    of_all = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    return of_all + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 @dataclass(frozen=True)
@@ -216,13 +223,12 @@ class FusedStep:
 
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError for changes to the optimizer since initialize that this step would ignore."""
-        optimizer, names = self._optimizer, self._state.names_of_groups
-        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+        optimizer, names, num_hooks = self._optimizer, self._state.names_of_groups, num_step_hooks(self._optimizer)
         needed = [self._kernel.states(group) for group in optimizer.param_groups]
         given = [([*map(id, group["params"])], group.get("dampening")) for group in optimizer.param_groups]
-        found = hooks, vars(optimizer).get("step"), names, needed, given
+        found = num_hooks, vars(optimizer).get("step"), names, needed, given
         if found != self._checked:
-            check_unchanged(optimizer, self._params_of_groups, names, needed)
+            check_unchanged(optimizer, num_hooks, self._params_of_groups, names, needed)
             self._checked = found
 
     def _gradient_in(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..base.collectives import first_difference_over_ranks
+from ..base.dtensor import local
 from ..base.errors import ConfigError, one_line
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
@@ -22,16 +23,6 @@ class NamedWeights(Protocol):
     """The tensors that an optimizer steps in place of a rank's parameters: flat buffers, or separate masters."""
 
     def by_name(self) -> Mapping[str, torch.Tensor]: ...
-
-
-class SteppedWeights(Protocol):
-    """The trained parameters of a rank, and the tensors stepped in their place."""
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]: ...
-
-    @property
-    def stepped(self) -> Sequence[torch.Tensor]: ...
 
 
 def groups_by_name(
@@ -152,10 +143,9 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in own)
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, weights: SteppedWeights) -> None:
-    """Raise a ConfigError if the optimizer needs whole matrices, but this rank has shards of them."""
-    pairs = zip(weights.parameters, weights.stepped, strict=True)
-    sharded = [stepped for whole, stepped in pairs if whole.shape != stepped.shape]
+def check_elementwise(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Raise a ConfigError if the optimizer needs whole matrices, but this rank has shards of some ``parameters``."""
+    sharded = [one for one in parameters if one.requires_grad and one.shape != local(one).shape]
     if sharded and needs_whole_matrices(optimizer, sharded[0].device):
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} needs whole matrices, but under tensor parallelism each rank has "
@@ -246,13 +236,13 @@ def repoint(
 
 
 def why_weights_are_missed(
-    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: NamedWeights
+    optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], stepped: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Why the own step of ``optimizer`` would not reach what :func:`repoint` has put into its groups; None if it would.
+    """Why the own step of ``optimizer`` would not reach what :func:`repoint` puts into its groups; None if it would.
 
-    An attribute of it holds a parameter in whose place another tensor is stepped.
+    An attribute of it holds a parameter in whose place another tensor is stepped; ``stepped`` has these, by name.
     """
-    kind, stepped = type(optimizer), weights.by_name()
+    kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):  # attributes that the user has added are not read
         return None
     for attribute, value in vars(optimizer).items():

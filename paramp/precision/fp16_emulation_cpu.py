@@ -80,6 +80,11 @@ def emulate_fp16() -> Iterator[None]:
         depth[0] -= 1
 
 
+def is_emulated() -> bool:
+    """Whether this thread is in such a context."""
+    return _thread.depth[0] > 0
+
+
 def fp16_kernels() -> torch.library.Library:
     """The kernels, which torch has as long as the result is kept."""
     return REPLACED.get(_KEY.name) or replace_kernels(

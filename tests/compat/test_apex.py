@@ -252,6 +252,10 @@ def test_masters_hold_the_weights_from_before_they_were_rounded():
         model.weight.copy_(model.weight.clone())
     learn(model, optimizer, 0.0)
     assert holds(next(amp.master_params(optimizer)), 1.0)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    optimizer.step()
+    assert holds(model.weight, 2.0)
 
 
 class Batch:
@@ -678,6 +682,11 @@ def test_misuse_is_refused():
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(AmpError, match=r"apply tensor parallelism .* before amp\.initialize"):
         learn(model, optimizer)
+    model, optimizer = prepared("O2")
+    learn(model, optimizer)
+    optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.weight))
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(1, 4\) was changed in its step\(\)"):
+        optimizer.step()
     model = linear()
     with pytest.warns(UserWarning, match=r"optimizer: eps 1e-08 is below"):
         prepare(model, torch.optim.Adam(model.parameters()), opt_level="O3")

@@ -17,6 +17,7 @@ from small_engines import each_raises, everywhere, own_part
 from torch import nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import paramp
 from paramp import ConfigError, DistributedGradScaler
@@ -29,7 +30,7 @@ from paramp.compat.colossalai.amp import (
     convert_to_torch_amp,
 )
 from paramp.precision.capabilities import has_native_fp16
-from paramp.precision.fp16_emulation_cpu import emulate_fp16
+from paramp.precision.fp16_emulation_cpu import emulate_fp16, is_emulated
 from paramp.precision.modes import PRESETS
 
 SCALE = 2.0**10
@@ -288,6 +289,41 @@ def test_replaced_parameters_are_put_back_and_refuse_the_loss_that_missed_them(n
     assert 0 < (own - 0.25).abs().max() < 0.05
 
 
+class Repeated(nn.Module):
+    """Its forward is repeated in the backward, and notes how it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(4, 4), nn.LayerNorm(4), []
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        self.seen.append((torch.get_default_dtype(), self.norm(x).dtype, is_emulated()))
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "64-true", "16-mixed"])
+def test_a_forward_that_the_backward_repeats_computes_as_before(mode):
+    """Also in the rerun of a diagnosis, which is not told of the mode."""
+    block, x = Repeated(), torch.ones(2, 4)
+    model, optimizer, criterion = converted(mode, None, nn.MSELoss(), model=nn.Sequential(block))
+
+    def loss(x):
+        return criterion(model(x), -x)
+
+    for backward in (
+        lambda: optimizer.backward(loss(x)),
+        lambda: optimizer.backward_by_grad(loss(x), None),
+        lambda: paramp.trace_overflow(model, loss, [x], scale=1.0),
+    ):
+        block.seen.clear()
+        backward()
+        assert len(block.seen) == 2
+        assert len({*block.seen}) == 1
+
+
 def test_a_part_without_parameters_computes_in_the_mode():
     """Outside of a launch, with nothing that says on which device."""
     nothing = torch.optim.SGD([{"params": []}], lr=0.1)
@@ -381,6 +417,48 @@ def test_what_a_loop_may_do_wrong():
         r"masters: '0\.weight'": lambda: optimizer.load_state_dict(wrong),
     }
     each_raises(ValueError, refused)
+    model, optimizer, criterion = converted(*NAIVE)
+    optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.module[3].weight))
+    with pytest.raises(RuntimeError, match=r"'3\.weight' was changed in its step\(\), as by a step hook"):
+        train(model, optimizer, criterion, data(1))
+
+
+class Moving(torch.optim.SGD):
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            one.data = one.data - 0.1 * one.grad
+
+
+@on_ranks(2)
+def test_what_would_miss_the_memory_of_dtensors_is_an_error(world):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def step(mode, kind, edit=lambda weight: None):
+        model = small_mlp.tensor_parallel(small_mlp.build(), mesh)
+        options = {"model": model, "optimizer": lambda model: kind(model.parameters(), lr=0.1)}
+        model, optimizer, criterion = converted(mode, None, nn.MSELoss(), **options)
+        x, y = small_mlp.batch(0)
+        optimizer.backward(criterion(model(x), y))
+        edit(model.module.up.weight)
+        before = whole(model.module.up.weight).detach().clone()
+        optimizer.step()
+        assert not torch.equal(whole(model.module.up.weight), before)
+
+    def replace(weight):
+        weight.data = weight.detach() * 0.5
+
+    step("bf16-true", torch.optim.SGD)
+    step("bf16-naive", Moving)
+    refused = {
+        r"the step of Moving gave 'up\.weight' other memory": lambda: step("bf16-true", Moving),
+        r"'up\.weight' was moved after convert_to_amp": lambda: step("bf16-true", torch.optim.SGD, replace),
+    }
+    each_raises(RuntimeError, refused)
+    model = small_mlp.tensor_parallel(small_mlp.build(), mesh)
+    matrices = torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
+    with pytest.raises(ConfigError, match="Muon needs whole matrices"):
+        convert_to_amp(model, matrices, None, "bf16-naive")
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", rarely(EACH_TYPE, "naive", "apex O2"))

@@ -293,6 +293,17 @@ def test_what_the_plugin_refuses(world):
         with pytest.raises(RuntimeError, match=message):
             fit(module, None, "auto", 1, gradient_clip_val=None, plugin=used)
 
+    class Clearing(trained_module()):
+        """A change in a hook that Lightning's own plugins would keep."""
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+            optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(self.model.up.weight))
+            return optimizer
+
+    with pytest.raises(RuntimeError, match=r"'model\.up\.weight' was changed in its step\(\), as by a step hook"):
+        fit(Clearing(), NAIVE, "auto", 1)
+
     module = trained_module()()
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
     with pytest.raises(paramp.ConfigError, match="LBFGS"):

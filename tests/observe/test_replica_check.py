@@ -80,6 +80,7 @@ def test_tensors_of_any_strides_are_hashed():
     for view in (matrix.T, column, matrix[:, ::2], column[:1].expand(4), complex_numbers):
         assert hash_bits(view) == hash_bits(view.resolve_conj().clone(memory_format=torch.contiguous_format))
     assert hash_bits(matrix[:0]) == 0
+    assert hash_bits(matrix.to("meta")).device.type == "meta"  # as on devices that have no size of their own
 
 
 # ------------------------------------------------------------------------------------------------------ one bit

@@ -14,6 +14,7 @@ from small_engines import engine_of, everywhere, own_part, sgd, train_step
 from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import paramp
 
@@ -96,10 +97,13 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
         engine.optimizer.add_param_group({"params": [*engine.module[1].parameters()]})
         with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
             train_step(engine, x)
+    model = nn.Sequential(nn.Linear(4, 4))
+    if mode == "32-true":
+        paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
     if mode == "bf16-naive":
-        model = nn.Sequential(nn.Linear(4, 4))
         with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
             paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
+        assert model[0].weight.dtype is torch.float32  # of which the masters of another call are made
 
 
 def test_an_attribute_of_torchs_own_optimizers_may_hold_parameters():
@@ -147,6 +151,18 @@ def test_an_optimizers_own_step_comes_after_one_read_of_a_flag(world):
             engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
             with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
                 train_step(engine, torch.ones(2, 4), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_hooks_of_every_optimizer_run_in_a_step(register):
+    calls = []
+    handle = register(lambda optimizer, *_: calls.append(type(optimizer)))
+    try:
+        with paramp.launch_from_torch():
+            assert train_step(engine_of(nn.Linear(4, 4)), torch.ones(2, 4), torch.zeros(2, 4)).stepped
+    finally:
+        handle.remove()
+    assert len(calls) == 1
 
 
 TAKEN = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}

@@ -65,10 +65,10 @@ def nested():
     return nn.Sequential(nn.Linear(4, 4), inner, nn.ReLU(), nn.Sequential(nn.Linear(4, 4)))
 
 
-def with_forward(model, name):
-    """``model``, of which a module adds its input, by a forward that was set on the object."""
+def with_forward(model, name, forward=lambda self, x: x + nn.Sequential.forward(self, x)):
+    """``model``, of which a module adds its input, by a ``forward`` that was set on the object."""
     module = model.get_submodule(name)
-    module.forward = MethodType(lambda self, x: x + nn.Sequential.forward(self, x), module)
+    module.forward = MethodType(forward, module)
     return model
 
 
@@ -76,6 +76,7 @@ def with_forward(model, name):
     ("build", "names"),
     [
         (lambda: with_forward(nested(), "1"), ["0", "1", "2", "3.0"]),
+        (lambda: with_forward(nested(), "", nn.Sequential.forward), ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]),
         (nested, ["0", "1.0", "1.1.0", "1.1.1", "2", "3.0"]),
         (again, [*"012345"]),
         (lambda: small_gpt(num_layers=2), ["embedding", "blocks.0", "blocks.1", "norm", "head"]),

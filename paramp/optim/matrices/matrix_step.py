@@ -40,6 +40,8 @@ class MatrixStep:
         staying = {param.name: param.stepped for param in self._exchange.stay if param.stepped is not None}
         self._in_place = SteppedInPlace(weights.optimizer, staying)
         self._stepped = weights.stepped()
+        exchanged = ((repr(param.name), param.parameter) for param in self._exchange.params)
+        self._written_over = [*weights.followed, *exchanged]
 
     @torch.no_grad()
     def __call__(self, divisor: torch.Tensor, skip: torch.Tensor, absent: Sequence[FlatParam]) -> None:
@@ -61,7 +63,7 @@ class MatrixStep:
             gradient = gradients.pop(param)
             stepped.grad = None if param in absent else gradient.view(stepped.shape)
         try:
-            with self._state, refusing_changes([*self._weights.followed, *params]):
+            with self._state, refusing_changes(self._written_over):
                 self._optimizer.step()
             wholes = {param: stepped.detach() for param, stepped in owned.items()}
         finally:

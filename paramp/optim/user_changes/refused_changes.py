@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ...base.dtensor import version
-from ..flat_buffer import FlatParam
 
 GIVEN_OTHERS = (
     "optimizer: its param groups were given other parameters after initialize, which the step does not follow; "
@@ -28,6 +27,7 @@ def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
 
 def check_unchanged(
     optimizer: torch.optim.Optimizer,
+    num_hooks: int,
     params: Sequence[Sequence[torch.Tensor]],
     names: Sequence[Collection[str]],
     needed: Sequence[Collection[str]],
@@ -35,6 +35,7 @@ def check_unchanged(
     """Check an optimizer whose ``step()`` the engine does not call, because a fused step computes the same.
 
     Args:
+        num_hooks: how many its ``step()`` has.
         params: those of each param group at initialize.
         names: of the state tensors that the optimizer has for each group.
         needed: the names of those that the step needs with each group's options.
@@ -42,9 +43,8 @@ def check_unchanged(
     Raises:
         RuntimeError: it was changed after initialize in a way that the fused step would ignore.
     """
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     is_replaced = is_step_replaced(optimizer)
-    if hooks > 1 or is_replaced:  # one is the engine's own
+    if num_hooks > 1 or is_replaced:  # one is the engine's own
         raise RuntimeError(
             f"optimizer: {'its step() was replaced' if is_replaced else 'step hooks were registered'} after "
             "initialize, but the engine does not call its step(); do so before, so that it does"
@@ -76,17 +76,25 @@ def check_stepped(optimizer: torch.optim.Optimizer, stepped: Collection[torch.Te
 
 
 @contextmanager
-def refusing_changes(params: Sequence[FlatParam]) -> Iterator[None]:
-    """The context of an optimizer's own step, whose result is then written over the weights ``params``.
+def refusing_changes(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """The context of an optimizer's own step, whose result is then written over ``weights``.
+
+    Args:
+        weights: what an error calls each of them, and the parameter.
 
     Raises:
         RuntimeError: one of them was changed inside, as by a step hook.
     """
-    before = [version(param.parameter) for param in params]
+    before = [version(weight) for _, weight in weights]
     yield
-    for param, then in zip(params, before, strict=True):
-        if version(param.parameter) != then:
-            raise RuntimeError(
-                f"optimizer: {param.name!r} was changed in its step(), as by a step hook, but the step writes over it; "
-                "change what optimizer.param_groups hold there, or weights after engine.step()"
-            )
+    for (what, weight), then in zip(weights, before, strict=True):
+        if version(weight) != then:
+            raise changed_in_step(what)
+
+
+def changed_in_step(what: str) -> RuntimeError:
+    """The error for the weight ``what``, which was changed in an optimizer's own step."""
+    return RuntimeError(
+        f"optimizer: {what} was changed in its step(), as by a step hook, but the step writes over it; change what "
+        "optimizer.param_groups hold there, or weights after the step"
+    )

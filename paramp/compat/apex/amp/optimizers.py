@@ -17,6 +17,7 @@ from torch import nn
 
 from ....base.dtensor import is_dtensor
 from ....optim.masters_outside_buffers import drop_gradients
+from ....optim.user_changes.refused_changes import refusing_changes
 from ....optim.user_optimizer import warn_of_eps
 from ...masters_that_users_change import follow_changed_weights, round_to_weights
 from .errors import AmpError
@@ -148,7 +149,13 @@ class ApexOptimizer:
             self._skip()
             return None
         follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
-        result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
+        with_masters = [
+            (f"a parameter of shape {tuple(weight.weight.shape)}", weight.weight)
+            for weight in self.weights
+            if weight.has_master
+        ]
+        with refusing_changes(with_masters):
+            result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
         round_to_weights(self.weights)
         for weight in self.weights:
             if weight.has_master:

@@ -68,6 +68,7 @@ class AmpWeight(ChangeableMasters):
         if self.has_master and (self.weight._version != self._version or self.weight_has_changed()):
             master.copy_(weight)
             self.note_rounding()
+            self.note_version()
 
     def begin(self, scale: float) -> None:
         """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients.

@@ -34,7 +34,7 @@ from ....precision.fp32_routers import keep_routers_wide
 from ....precision.modes import Precision
 from ...foreign_config_values import AMP_TYPE
 from .optimizer import AmpOptimizer
-from .weights import Weights
+from .weights import Weights, to_be_stepped
 
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options
@@ -101,18 +101,19 @@ def convert_to_amp(
 
     Raises:
         ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are.
+            Neither was changed then.
     """
     precision = _parse(mode, amp_config)
     _check_arguments(model, optimizer, criterion, precision)
     names_of = names_by_parameter(model)
     check_optimizer(optimizer, names_of)
+    check_elementwise(optimizer, names_of)
+    if why := why_weights_are_missed(optimizer, names_of, to_be_stepped(model, precision)):
+        raise ConfigError(why)
     compute, sharded = _compute_context(model, precision), any(map(is_dtensor, model.parameters()))
     weights = Weights(model, precision)
-    check_elementwise(optimizer, weights)
     keep_routers_wide(model, precision)
     repoint(optimizer, names_of, weights)
-    if why := why_weights_are_missed(optimizer, names_of, weights):
-        raise ConfigError(why)
     warn_of_eps(optimizer)
     wrapped = None if criterion is None else AmpCriterion(criterion, compute, sharded=sharded)
     return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped

@@ -14,8 +14,9 @@ from ....base.dtensor import is_dtensor
 from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.step import StepResult
-from ....optim.user_optimizer import StepGuard
-from ....precision.compute_context import ComputeContext
+from ....optim.user_changes.refused_changes import refusing_changes
+from ....optim.user_optimizer import StepGuard, SteppedInPlace
+from ....precision.compute_context import ComputeContext, default_dtype_of
 from ....scaling.complete_and_unscale_gradients import complete_and_check, unscale_and_check_
 from ....scaling.grad_norm import count_zeros, norm_weight, positive, total_norm
 from ....scaling.loss_scaler import DistributedGradScaler
@@ -51,6 +52,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._spent = False  # whether the gradients have been used in a step
         self._found_inf: torch.Tensor | None = None  # set when the gradients are unscaled
         self._norm: float | None = None
+        self._in_place = SteppedInPlace(optim, weights.of_dtensors)
         self._guard = StepGuard(
             optim,
             "optimizer.step(): the optimizer was converted; call step() of the one that convert_to_amp returned, which "
@@ -87,7 +89,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         if loss.numel() != 1:
             raise ValueError(f"loss: got a tensor of shape {tuple(loss.shape)}, expected one element; take its mean")
         self._begin()
-        with self._compute.enter():
+        with self._compute.enter(), default_dtype_of(self.precision):
             plain = (loss.full_tensor() if is_dtensor(loss) else loss).reshape(())
             wide = plain.to(torch.promote_types(plain.dtype, torch.float32))
             self.scaler.scale(wide).backward(retain_graph=retain_graph)
@@ -98,7 +100,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         That gradient is already scaled; the scale is the same on every rank.
         """
         self._begin()
-        with self._compute.enter():
+        with self._compute.enter(), default_dtype_of(self.precision):
             torch.autograd.backward(tensor, grad)
 
     def _begin(self) -> None:
@@ -144,7 +146,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then update the scale.
 
         Raises:
-            RuntimeError: a closure, no backward since the last step, or in one process no gradient at all.
+            RuntimeError: a closure, no backward since the last step, in one process no gradient at all, or a change
+                that would be lost: by a step hook, of a weight with a master, or by ``p.data = ...``, of a DTensor.
         """
         if closure is not None:
             raise RuntimeError("step: got a closure, whose backwards would not be scaled; leave it out")
@@ -167,8 +170,9 @@ class AmpOptimizer(torch.optim.Optimizer):
         overflow = bool(found_inf)
         if not overflow:
             self._weights.follow_changes()
-            with self._guard:
+            with self._guard, refusing_changes(self._weights.with_masters):
                 self.optim.step()
+            self._in_place.check()
             self._weights.write_back()
         self.optim._opt_called = True  # type: ignore[attr-defined]  # else a scheduler warns after a skipped step
         self._weights.drop_master_gradients()

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ....base.dtensor import is_dtensor, local
-from ....base.module_surgery import check_frozen, trained_and_frozen
+from ....base.module_surgery import check_frozen, moved, stored_dtype, trained_and_frozen
+from ....optim.flat_gradients import STORAGE
 from ....optim.flat_weights import cast_weights
 from ....optim.masters_outside_buffers import drop_gradients
 from ....optim.user_changes.replaced_parameters import ModelParameters
@@ -25,6 +26,8 @@ class Weights:
     Attributes:
         names, parameters: the model's own, with the whole model's names.
         stepped: the tensors that the optimizer steps, in the same order.
+        with_masters: the parameters that have masters, and what errors call them.
+        of_dtensors: the stepped tensors that share the memory of DTensors, by name.
     """
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
@@ -38,7 +41,17 @@ class Weights:
             for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
+        pairs = list(zip(self.names, self._weights, strict=True))
+        self.with_masters = [(repr(name), one.weight) for name, one in pairs if one.has_master]
+        of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
+        self.of_dtensors = {name: one.stepped for name, one in of_dtensors}
+        self._memory = self._current_memory()
         self._model_parameters = ModelParameters(module)
+
+    def _current_memory(self) -> dict[str, tuple[int, int]]:
+        """Where DTensors are whose memory is stepped, and their local tensors; ``.data = ...`` replaces the former."""
+        pairs = zip(self.names, self.parameters, strict=True)
+        return {name: (STORAGE(one), local(one).data_ptr()) for name, one in pairs if name in self.of_dtensors}
 
     def check_replaced(self) -> None:
         """Put parameters of the model that were replaced back into it, with the values of their replacements.
@@ -88,9 +101,13 @@ class Weights:
         """Set each stepped tensor's gradient to its weight's (in fp32 for a master); return those that exist.
 
         Raises:
-            RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient.
+            RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient; or the step would
+                change other memory than that of a DTensor.
         """
         check_frozen(self._frozen)
+        for name, at in self._current_memory().items():
+            if at != self._memory[name]:
+                raise RuntimeError(moved(name, "convert_to_amp"))
         for one in self._weights:
             one.take_gradient()
         return [stepped.grad for stepped in self.stepped if stepped.grad is not None]
@@ -113,7 +130,21 @@ class Weights:
         drop_gradients(self._weights)
 
 
+def to_be_stepped(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """What :class:`Weights` would step for each trained parameter, by name: itself, or else an empty tensor."""
+    stepped: dict[str, torch.Tensor] = {}
+    for path, child in module.named_modules():
+        for name, parameter in child.named_parameters(path, recurse=False):
+            keep = precision.keep_batchnorm_fp32
+            dtype = stored_dtype(child, name, parameter, precision.weights, keep_batchnorm_fp32=keep)
+            has_master = precision.masters and dtype.itemsize < 4
+            is_kept = parameter.dtype is dtype and not has_master and not is_dtensor(parameter)
+            if parameter.requires_grad:
+                stepped[name] = parameter if is_kept else torch.empty(0)
+    return stepped
+
+
 def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
-    if original is not None and parameter.dtype is not torch.float32:
+    if original is not None and parameter.dtype.itemsize < 4:
         return nn.Parameter(original.to(torch.float32))  # an fp32 original has no other user and is not copied
     return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
