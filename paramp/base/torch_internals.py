@@ -96,6 +96,7 @@ INVENTORY = (
     Private("torch", "_amp_foreach_non_finite_check_and_unscale_", "unscaling gradients"),
     Private("torch", "_debug_has_internal_overlap", "copies of expanded tensors"),
     Private("torch", "_safe_softmax", "attention with the same bits on every layout"),
+    Private("torch.utils._python_dispatch", "TorchDispatchMode", "refusing random numbers in experts"),
     Private("torch._compile", "_disable_dynamo", "products and exchanges of experts outside of compiled graphs"),
     Private("torch", "_native_multi_head_attention _transformer_encoder_layer_fwd", "refusing whole layers"),
     Private("torch.cpu", "_is_amx_tile_supported _is_avx512_bf16_supported", "what the CPU computes in"),

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
@@ -113,9 +114,26 @@ def _of_one_expert(
 ) -> torch.Tensor:
     """What the forward of ``module`` makes of ``rows`` if its only expert has ``weights``; with the router's choice."""
     alone = {name: aligned(weight).unsqueeze(0) for name, weight in weights.items()}
-    with _with_one_expert(module), with_parameters(module, alone):
+    with _with_one_expert(module), with_parameters(module, alone), _WithoutDraws(module):
         output = type(module).forward(module, rows.clone(), *choice)  # a copy begins at a multiple of 64 bytes
     return with_contiguous_gradient(output.to(rows.dtype))
+
+
+class _WithoutDraws(TorchDispatchMode):
+    """Refuses what draws random numbers, which the functions of :mod:`.exact_function_mode` do not see here."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ConfigError(
+                f"reproducible: {func.overloadpacket.__name__} in a {type(self._module).__name__} draws random numbers "
+                "for the rows of one expert, or may, expected no dropout, attention or random function in the forward "
+                "of experts; call dropout outside of the mixture"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

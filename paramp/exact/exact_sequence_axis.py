@@ -50,6 +50,12 @@ class ExactSequenceAxis(SequenceAxis):
     def layout(self, local_length: int) -> SequenceLayout:
         return SequenceLayout(self._group, self._rank, self.size, local_length * self.size, "contiguous")
 
+    def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """As in the base class; modules then know how many tokens there are."""
+        own = super().cut(whole, dim)
+        self._forwards.cut_tokens = own.shape[dim]
+        return own
+
     def total(self, count: torch.Tensor) -> torch.Tensor:
         """``count`` of all ranks."""
         return self.summed(count)
@@ -112,7 +118,8 @@ class ExactSequenceAxis(SequenceAxis):
         """``loss`` of logits and targets, which in a model's forward are those of all ranks."""
 
         def whole(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if ACTIVE and self._forwards.sees_parts:
+            forwards = self._forwards
+            if ACTIVE and (forwards.sees_parts or (forwards.trying and not forwards.slicing)):
                 input, target = self._rows(input), self._rows(target)
             return loss(input, target, *args, **kwargs)
 

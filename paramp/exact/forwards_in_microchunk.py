@@ -77,15 +77,17 @@ class Forwards:
             sharded in their features or heads, on one tensor rank too: then the number of its fused outputs, 3 for
             query, key and value, each of which is sharded. A plain tensor does not show it.
         slicing: whether a module computes one slice of the sequence.
+        trying: whether a stage is tried, whose own code then runs in none of the modules that are watched.
         num_tokens: of each sequence, those of this rank, in the module that computed slices last.
+        cut_tokens: the same, of the inputs that the forward which runs has cut; 0 if it has cut none, as a later stage.
         mixture: the slices of the mixture of experts that runs; None if none does.
         sliced: how often each module has done so, by how messages name it, since context ranks last compared it.
     """
 
     def __init__(self, layout: ExactLayout, position: Callable[[], Position] = Position) -> None:
         self.layout, self.position, self.fused = layout, position, 0
-        self.slicing = False
-        self.num_tokens = 0
+        self.slicing = self.trying = False
+        self.num_tokens = self.cut_tokens = 0
         self.mixture: MixtureSlices | None = None
         self.sliced: Counter[str] = Counter()
         self._running: list[Forward] = []
@@ -174,14 +176,16 @@ class Forwards:
     def aside(self) -> Iterator[None]:
         """A context for forwards that do not count."""
         counted = self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused
-        sliced = self.sliced.copy()
+        sliced, cut_tokens = self.sliced.copy(), self.cut_tokens
         self._running, self._counts, self._repeated, self._earlier, self._fused_at = [], Counter(), set(), {}, {}
-        self.fused = 0
+        self.fused = self.cut_tokens = 0
+        self.trying = True
         try:
             yield
         finally:
             self._running, self._counts, self._repeated, self._earlier, self._fused_at, self.fused = counted
-            self.sliced = sliced
+            self.sliced, self.cut_tokens = sliced, cut_tokens
+            self.trying = False
 
     @property
     def sees_parts(self) -> bool:
@@ -191,7 +195,7 @@ class Forwards:
     def begin(self) -> None:
         """A forward of another microchunk begins, or one outside of microchunks."""
         self._counts.clear()
-        self.fused = 0
+        self.fused = self.cut_tokens = 0
 
     @property
     def is_sharded(self) -> bool:

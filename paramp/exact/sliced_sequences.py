@@ -140,18 +140,20 @@ def _dim_of_tokens(forwards: Forwards, module: nn.Module, x: Any, args: tuple[An
     if not any(isinstance(one, torch.Tensor) for one in others):
         if dims == 3 or (dims in (1, 2) and not x.is_floating_point()):
             dim = min(dims - 1, 1)
-            if x.shape[dim] % count == 0:
+            if x.shape[dim] % count == 0 and x.shape[dim] == (forwards.cut_tokens or x.shape[dim]):
                 forwards.num_tokens = x.shape[dim]
                 return dim
         fitting = [dim for dim in (1, 2) if dims == 4 and x.shape[dim] == forwards.num_tokens]
         if len(fitting) == 1:
             return fitting[0]
     shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+    tokens = forwards.cut_tokens or "this rank's"
     raise ConfigError(
         f"reproducible.sequence_slices: {forwards.module}, a {type(module).__name__}, got {shape}"
         f"{' and other tensors' if any(isinstance(one, torch.Tensor) for one in others) else ''}, expected one tensor, "
         "(samples, tokens, features), the same with heads before or behind the tokens, as many heads as tokens "
-        f"excepted, or (samples, tokens) of ints, with a multiple of {count} tokens; set it to 1"
+        f"excepted, or (samples, tokens) or (tokens,) of ints, with {tokens} tokens, a multiple of "
+        f"{count}; give each token a value of its own, or set it to 1"
     )
 
 

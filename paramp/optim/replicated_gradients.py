@@ -23,6 +23,9 @@ LEAST = 1e-2
 below it, and may differ between ranks on a GPU. What all heads share has larger ones: a sum over the heads too."""
 MOST_BETWEEN = 64
 """Windows from a comparison to the next one, at most: a layer that is used late trains so long before it is refused."""
+PARTIAL = "give the style 'partial_gradient' to a module that has these parameters only"
+BEHIND = "use them behind the rowwise layer, or leave these layers out of the plan"
+"""What to do about parts of a gradient, the latter with ``reproducible``, which has no such style."""
 
 
 class ComparedGradients(FlatGradients):
@@ -80,7 +83,7 @@ class ComparedGradients(FlatGradients):
                 ConfigError(
                     f"plan: tensor ranks have different gradients of {', '.join(differ[:3])}"
                     f"{' ...' * (len(differ) > 3)}, which they replicate: each computes with a part of the features; "
-                    "give the style 'partial_gradient' to a module that has these parameters only"
+                    + (BEHIND if self.context.config.reproducible else PARTIAL)
                 )
             )
             return

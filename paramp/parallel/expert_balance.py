@@ -191,7 +191,8 @@ class TokenCounts(StepCounts):
 
     def slope(self, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The derivatives of the balance with respect to P, E · f, (experts)."""
-        return self.num_experts * counts.to(dtype) / counts.sum()
+        shares = counts.double() / counts.sum().clamp(min=1)  # counts may overflow in half precision
+        return (self.num_experts * shares).to(dtype)
 
     @torch.no_grad()
     def end_step(self, skip: torch.Tensor) -> None:

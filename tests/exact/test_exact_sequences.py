@@ -161,17 +161,30 @@ def test_it_trains_as_plain_torch_does(world, name):
 class Summing(nn.Module):
     """A GPT that computes its loss, a sum and a count, of labels of which ranks have different numbers."""
 
-    def __init__(self):
+    def __init__(self, kind=""):
         super().__init__()
-        self.inside = SMALL(dropout=0.0)
+        self.kind, self.inside = kind, SMALL(dropout=0.0)
 
     def forward(self, tokens, labels):
-        logits = self.inside(tokens).flatten(0, 1)
-        return {"loss": (F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum())}
+        logits = self.inside(tokens)
+        if self.kind == "shifts":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        count = torch.tensor(len(labels)) if self.kind == "of samples" else (labels != -100).sum()
+        rows = logits.flatten(0, 1), labels.flatten()
+        if self.kind == "mean":
+            return {"loss": (F.cross_entropy(*rows) * count, count)}
+        return {"loss": (F.cross_entropy(*rows, reduction="sum"), count)}
 
 
+def own_mean(output):
+    """A criterion."""
+    total, count = output["loss"]
+    return total / count
+
+
+@pytest.mark.parametrize("criterion", [None, own_mean])
 @on_ranks(2)
-def test_a_models_own_sum_has_the_count_of_all_ranks(world):
+def test_a_models_own_sum_has_the_count_of_all_ranks(world, criterion):
     inputs, labels = tokens()(0)
     batch = {"tokens": inputs, "labels": labels.masked_fill(torch.arange(labels.shape[1]) < 5, -100)}
     torch.manual_seed(7)
@@ -181,12 +194,21 @@ def test_a_models_own_sum_has_the_count_of_all_ranks(world):
     (total / count).backward()
     with paramp.launch_from_torch({"reproducible": {"sequence_slices": 8}, "parallel": {"context": 2}}):
         torch.manual_seed(7)
-        engine = engine_of(Summing(), None, partial(torch.optim.SGD, lr=1.0))
+        engine = engine_of(Summing(), criterion, partial(torch.optim.SGD, lr=1.0))
         torch.testing.assert_close(engine.forward_backward(batch), (total / count).detach(), rtol=1e-5, atol=0)
         engine.step()
         found = engine.full_state_dict()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_an_own_loss_that_is_not_that_of_whole_sequences_is_refused(world):
+    inputs, labels = tokens()(0)
+    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 8}, "parallel": {"context": 2}}):
+        for kind in ("shifts", "of samples", "mean"):
+            with pytest.raises(paramp.ConfigError, match="the own loss of Summing for the first 16 tokens is off by"):
+                engine_of(Summing(kind), None).forward_backward({"tokens": inputs, "labels": labels})
 
 
 class Reading(nn.Embedding):
@@ -262,6 +284,7 @@ INSIDE = {
     "dropout inside": lambda: Dropping(8),
     "attention inside": lambda: Attending(8),
     "no input": lambda: Constant(8),
+    "other ints": lambda: nn.Embedding(100, 8),
 }
 
 
@@ -283,6 +306,8 @@ class Block(nn.Module):
             return F.linear(x, self.table.weight)
         if self.kind == "no input":
             x = x * self.inside()
+        if self.kind == "other ints":  # half as many as tokens
+            x = x + self.inside(tokens[0, :4]).repeat_interleave(2, 0)
         if self.kind == "mean":
             x = x - x.mean(-1, keepdim=True)
         if self.kind == "product":
@@ -306,6 +331,7 @@ REFUSED = {
     "attention inside": "attention in '0.inside', which computes one slice of the sequence at a time",
     "no tokens": r"'0', a Linear, got \(1, 8\), expected one tensor",
     "no input": "'0', a Constant, got NoneType, expected one tensor",
+    "other ints": r"'0', a Embedding, got \(4,\), expected one tensor, .* of ints, with 8 tokens",
 }
 
 
@@ -324,12 +350,18 @@ def test_what_has_no_slices_is_refused_by_name(world):
         torch.testing.assert_close(engine.forward_backward(tokens, tokens), expected.detach())
 
 
+class DroppingExperts(StackedExperts):
+    def forward(self, rows, index, weights):
+        return F.dropout(super().forward(rows, index, weights), 0.5, self.training)
+
+
 class Routed(nn.Module):
     """A mixture of experts that returns tokens; ``kind`` names what no slices are computed of."""
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.router, self.experts = kind, nn.Linear(8, 4), StackedExperts()
+        self.kind, self.router = kind, nn.Linear(8, 4)
+        self.experts = DroppingExperts() if kind == "in experts" else StackedExperts()
         self.out = nn.Linear(8, 8)
 
     def forward(self, x):
@@ -361,6 +393,7 @@ class Around(nn.Module):
 REFUSED_OF_EXPERTS = {
     "attention": "attention in '0.mixture', which computes one slice of the sequence at a time",
     "dropout": "dropout in '0.mixture', which computes one slice of the sequence at a time",
+    "in experts": "bernoulli_ in a DroppingExperts draws random numbers for the rows of one expert",
     "index": r"'0', a Routed with experts, returned \(2, 2\) for \(1, 2\) tokens, expected \(samples, tokens",
     "outside": "a StackedExperts in '0' is called outside of the module that has it",
 }

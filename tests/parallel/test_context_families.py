@@ -236,6 +236,21 @@ def test_batches_that_would_train_otherwise_are_errors(world):
             engine_of(build("OPT"), None).forward_backward(next(batches("Llama", "padded")))
 
 
+@on_ranks(2)
+def test_models_with_one_config_object_are_refused(world):
+    batch, model = next(batches("Llama", "plain")), build("Llama")
+    with paramp.launch_from_torch({"parallel": {"context": 2}}):
+        engine = engine_of(model, None)
+        teacher = type(model)(model.config)
+        with pytest.raises(paramp.ConfigError, match=r"config object of LlamaForCausalLM .*copy\.deepcopy"):
+            engine_of(teacher, None)
+        with pytest.raises(paramp.ConfigError, match=r"its model, or one with the same config.*copy\.deepcopy"):
+            teacher(**batch)
+        teacher.set_attn_implementation("sdpa")
+        with pytest.raises(paramp.ConfigError, match="its config object has the attention 'sdpa', expected that of"):
+            engine.forward_backward(batch)
+
+
 @pytest.mark.parametrize("kind", ["padded", "positional mask", "packed"])
 @on_ranks(2)
 def test_a_later_batch_of_another_kind_is_tried_too(world, kind):

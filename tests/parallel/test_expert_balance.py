@@ -384,3 +384,5 @@ def test_a_balance_of_equal_shares_is_1_and_has_no_gradient_in_the_scores():
     loss.backward()
     assert loss.item() == 1
     assert not scores.grad.any()
+    half = F.softmax(scores.detach().half(), -1)  # in which the counts would overflow
+    assert [counts.balance(torch.full((4,), number), half).item() for number in (2**17, 0)] == [1, 0]

@@ -438,12 +438,26 @@ def test_a_forward_of_its_own_cannot_be_trained_on(world):
             engine.backward(engine.criterion(engine(x), x))
 
 
+@pytest.mark.parametrize("zeros", [False, True])
 @on_ranks(2)
-def test_parts_of_a_gradient_are_noticed_on_every_rank(world):
+def test_parts_of_a_gradient_are_noticed_on_every_rank(world, zeros):
+    """In the second step behind a layer of zeros."""
+
+    def build():
+        model = Gated()
+        if zeros:
+            nn.init.zeros_(model.down.weight)
+        return model
+
+    words = r"tensor ranks have different gradients of 'gate\.weight'.* behind the rowwise layer"
     with paramp.launch_from_torch({"reproducible": True, "parallel": {"tensor": 2}}):
-        engine = engine_for(Gated, plan=COLWISE)
+        engine = engine_for(build, plan=COLWISE)
+        for _ in range(zeros):
+            engine.forward_backward(torch.ones(2, 3, 8), torch.ones(2, 3, 8))
+            engine.step()
+            engine.zero_grad()
         engine.forward_backward(torch.ones(2, 3, 8), torch.zeros(2, 3, 8))
-        with pytest.raises(RuntimeError, match=r"tensor ranks have different gradients of 'gate\.weight'"):
+        with pytest.raises(paramp.ConfigError if zeros else RuntimeError, match=words):
             engine.step()
 
 

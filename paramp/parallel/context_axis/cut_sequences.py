@@ -95,10 +95,13 @@ class SequenceAxis:
         """
         loss = loss_in(output)
         is_mean = isinstance(loss, torch.Tensor)
-        if own_loss is not None and self.num_averaged > 1 and (loss.numel() == 1 if is_mean else loss is not None):
-            total, count = own_loss()
-            total, count = self.added(total), self.summed(torch.as_tensor(count))
-            output = with_loss(output, total / count.clamp(min=1) if is_mean else (total, count))
+        if own_loss is not None and (loss.numel() == 1 if is_mean else loss is not None):
+            if self.num_averaged > 1:
+                total, count = own_loss()
+                total, count = self.added(total), self.summed(torch.as_tensor(count))
+                output = with_loss(output, total / count.clamp(min=1) if is_mean else (total, count))
+            elif not is_mean:  # the sum is of whole sequences already, as a mean is, and the count in the output is not
+                output = with_loss(output, own_loss())
         return self.joined_tokens(output, length_of(batch.args, batch.kwargs))
 
     def added(self, loss: torch.Tensor) -> torch.Tensor:

@@ -243,9 +243,8 @@ class CutStage:
         seen = self.inputs.seen(kwargs)
         with axis.trial():
             self._compare(found, expected, tokens, seen)
-            # Labels of padding may count; where gradients are summed, a loss is of whole rows, but not in a trial.
-            if axis.num_averaged > 1 and (seen is None or bool(seen.all())):
-                self._compare_losses(axis.summed(loss), whole_loss, tokens)
+            if axis.size > 1 and (seen is None or bool(seen.all())):  # labels of padding may count
+                self._compare_losses(axis.summed(loss) if axis.num_averaged > 1 else loss, whole_loss, tokens)
 
     def _note_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: int) -> str:
         found = leaves((args, dict(kwargs)), "inputs")
@@ -263,6 +262,8 @@ class CutStage:
         pair = loss if is_pair else (loss, 1)
         if not all(isinstance(one, (int, float)) or getattr(one, "shape", None) in SHAPES for one in pair):
             pair, is_pair = (float("nan"), 1), False
+        if is_pair and ACTIVE and self.axis.num_averaged == 1:  # the sum is of whole sequences on each rank
+            pair = self.inputs.with_count_of_all(pair[0], pair[1], self.axis)
         numbers = [*(float(full_tensor(one)) for one in pair), float(is_pair)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.axis.device)
 

@@ -74,6 +74,12 @@ class PretrainedInputs(SequenceInputs):
                 f"parallel.context.size: the stages of {kind} run all of its forward, expected a decoder that is built "
                 "on the CPU, whose stages get hidden states alone; set it to 1, or parallel.pipeline.size"
             )
+        if config._attn_implementation == NAME:
+            raise ConfigError(
+                f"parallel.context.size: the config object of {kind} has an engine's attention already, that of "
+                "another model with it, or of this one; build each model from a copy.deepcopy(config), or call "
+                "model.set_attn_implementation('sdpa') if the other engine is no longer used"
+            )
         AttentionInterface.register(NAME, context_attention)
         self._own = config._attn_implementation
         self._model.set_attn_implementation(NAME)
@@ -143,6 +149,13 @@ class PretrainedInputs(SequenceInputs):
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = self._model.config.get_text_config()._attn_implementation
+        if found != NAME:
+            raise ConfigError(
+                f"{type(self._model).__name__}: its config object has the attention {found!r}, expected that of its "
+                "engine, which was replaced through this model or another one with the same config object; build the "
+                "other one from copy.deepcopy(config), or give this model to a new engine"
+            )
         args, kwargs = self.named(args, kwargs)
         if "past_key_values" in kwargs:
             raise ConfigError(
@@ -299,8 +312,9 @@ def context_attention(
     kind = type(module).__name__
     if not ACTIVE:
         raise ConfigError(
-            f"{kind}: its model was given to an engine with parallel.context > 1, whose attention it has; call the "
-            "engine, or model.set_attn_implementation('sdpa') for other uses"
+            f"{kind}: its model, or one with the same config object, was given to an engine with parallel.context > 1, "
+            "whose attention it has; call the engine, build another model from copy.deepcopy(config), or call "
+            "model.set_attn_implementation('sdpa') when the engine is no longer used"
         )
     if position_bias is not None:
         raise ConfigError(f"{kind}: attention with position_bias is not cut under parallel.context; set the size to 1")
