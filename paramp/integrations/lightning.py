@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base.dtensor import full_tensor, is_dtensor
 from ..base.errors import ConfigError
@@ -92,11 +93,12 @@ class TrainerPrecision(LightningPrecision):
         """Called by the strategy when the optimizers are made. Raises ConfigError for DeepSpeed's."""
         self._refuse_deepspeed(getattr(getattr(model, "_trainer", None), "strategy", None))
         self._has_scaled = False  # in an earlier fit
+        replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
         for wrapped in optimizers:
             optimizer = _bare(wrapped)
             self._check_optimizer(optimizer)
             if self._masters is not None:
-                self._masters.adopt(optimizer)
+                self._masters.adopt(optimizer, replicas)
             else:
                 warn_of_eps(optimizer)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]

@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
 from ..base.wrapped_models import plain_name
+from ..optim.masters import follow
 from ..optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
 from ..optim.user_changes.refused_changes import changed_in_step
 
@@ -35,6 +37,7 @@ class ModuleMasters:
         self._weights: dict[torch.Tensor, ParameterMasters] = {}
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
+        self._rounded: set[torch.Tensor] = set()  # the weights of which they were rounded from the masters' gradients
         self._versions: dict[torch.Tensor, int] = {}  # of the weights whose masters are being stepped
 
     @staticmethod
@@ -54,10 +57,18 @@ class ModuleMasters:
         master = (value.detach() if is_dtensor(value) else value.data).to(weight.device, torch.float32)
         self._weights[weight] = ParameterMasters(weight, nn.Parameter(master, weight.requires_grad))
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights."""
+    def adopt(self, optimizer: torch.optim.Optimizer, replicas: dist.ProcessGroup | None = None) -> None:
+        """Let ``optimizer``, over the module's weights, step the masters from now on, on the device of the weights.
+
+        ``replicas``: the ranks of DistributedDataParallel, which has broadcast the weights of the first of them,
+        rounded. The masters are broadcast here.
+        """
         for one in self._held(optimizer):
             one.stepped.data = one.stepped.data.to(one.weight.device)
+            if replicas is not None and not is_dtensor(one.stepped):
+                value = one.stepped.detach().contiguous()
+                dist.broadcast(value, group=replicas, group_src=0)
+                one.stepped.detach().copy_(value)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda one, *_: self._after_step(one))
         optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
@@ -83,16 +94,25 @@ class ModuleMasters:
                 gradient = one.stepped.grad
                 one.weight.grad = None if gradient is None else gradient.to(one.weight.dtype)
                 self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+                self._rounded.add(one.weight)
         finally:
             self._put_weights(optimizer)
 
     def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the masters those gradients of weights that a hook of the user's has changed since the last call."""
+        """Give the masters those gradients of weights that a hook of the user's has changed since the last call.
+
+        An edit through ``.data`` moves no version. The first call, before gradients are clipped, finds it where a
+        master's gradient does not round to the weight's.
+        """
         for one in self._held(optimizer):
             gradient, count = self._given.get(one.weight, (None, 0))
             if gradient is not one.weight.grad or count != _version(gradient):
                 one.take_gradient()
                 self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+            elif one.weight in self._rounded and gradient is not None and not gradient.is_sparse:
+                assert one.stepped.grad is not None
+                follow(local(gradient), local(one.stepped.grad))
+            self._rounded.discard(one.weight)
 
     def check_scaled(self) -> None:
         """Raise a RuntimeError if weights have unscaled gradients: in half precision they cannot be scaled again."""
@@ -135,11 +155,13 @@ class ModuleMasters:
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
         self._weights.clear()
         self._given.clear()
+        self._rounded.clear()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
         for one in self._held(optimizer):
             self._given.pop(one.weight, None)
+            self._rounded.discard(one.weight)
             drop_gradients([one])
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

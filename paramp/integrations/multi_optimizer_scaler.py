@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -86,19 +86,28 @@ class SharedGradScaler(DistributedGradScaler):
         """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last backward."""
         optimizer = plain_optimizer(optimizer)
         if not self.has_unscaled(optimizer):
-            self.place()
-            self.undo()
-            super().unscale_(optimizer)
-            self._unscaled[id(optimizer)] = optimizer
+            self._unscale(optimizer)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self.place()
+        self.undo()
+        super().unscale_(optimizer)
+        self._unscaled[id(optimizer)] = optimizer
 
     def has_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients of ``optimizer`` were unscaled since the last backward."""
         return id(optimizer) in self._unscaled
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
-        found_inf = args[2]
+        optimizer, _, found_inf, *_ = args
+        # Those of another optimizer too, or of a step before, must not be divided twice.
+        done = dense_gradients(_parameters([optimizer]) & self._unscaled_parameters())
+        values = [gradient.clone() for gradient in done]
+        flags = super()._unscale_grads_(*args)
+        for gradient, value in zip(done, values, strict=True):
+            gradient.copy_(value)
         # Without loss scaling stock Fabric also steps an optimizer without gradients.
-        return super()._unscale_grads_(*args) or ({} if self._scales else {found_inf.device: found_inf})
+        return flags or ({} if self._scales else {found_inf.device: found_inf})
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step ``optimizer``, on every rank or on none; returns the result of its ``step``."""
@@ -111,7 +120,10 @@ class SharedGradScaler(DistributedGradScaler):
         if self._per_optimizer_states[key]["stage"] is OptState.STEPPED:
             del self._per_optimizer_states[key]
         if self._per_optimizer_states[key]["stage"] is OptState.READY:
-            self._unscaled.pop(key, None)
+            if self._unscaled_parameters() & _parameters([optimizer]):
+                self._unscale(optimizer)  # a fused step would divide all gradients
+            else:
+                self._unscaled.pop(key, None)
         result = super().step(optimizer, *args, **kwargs)
         if self._scaled or not self._scales:
             self._stepped[key] = optimizer
@@ -165,11 +177,13 @@ class SharedGradScaler(DistributedGradScaler):
 
     def _gradients(self, *, scaled: bool) -> list[torch.Tensor]:
         """The gradients, plain and local, that were unscaled since the last backward, or the others of the models."""
-        groups = (group for optimizer in self._unscaled.values() for group in optimizer.param_groups)
-        parameters = {parameter for group in groups for parameter in group["params"]}
-        if scaled:
-            parameters = {parameter for model in self.models for parameter in model.parameters()} - parameters
-        return dense_gradients(parameters)
+        unscaled = self._unscaled_parameters()
+        if not scaled:
+            return dense_gradients(unscaled)
+        return dense_gradients({parameter for model in self.models for parameter in model.parameters()} - unscaled)
+
+    def _unscaled_parameters(self) -> set[torch.Tensor]:
+        return _parameters(self._unscaled.values())
 
     def get_scale(self) -> float:
         """The factor for the next loss; reading it synchronises with the device."""
@@ -209,6 +223,11 @@ def plain_optimizer(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "scaler", None), SharedGradScaler):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[torch.Tensor]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {parameter for group in groups for parameter in group["params"]}
 
 
 def device_types(models: Collection[nn.Module]) -> list[str]:

@@ -93,10 +93,12 @@ class DistributedGradScaler(GradScaler):
             self._create_state()
 
     _has_updated = False  # and nothing was scaled or unscaled since
+    _has_scaled = False  # a loss; for owners that reset it
 
     def scale(self, outputs: Any) -> Any:
         """``outputs``, a tensor or an iterable of tensors, multiplied by the scale; as torch's ``scale``."""
         self._has_updated = False
+        self._has_scaled = True
         return super().scale(outputs)
 
     def _create_state(self) -> None:

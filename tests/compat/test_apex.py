@@ -1,6 +1,7 @@
 """paramp.compat.apex.amp against plain torch in fp32, and against what NVIDIA Apex documents."""
 
 import copy
+import functools
 import inspect
 import io
 import sys
@@ -358,8 +359,9 @@ def test_what_is_returned_has_the_structure_of_what_was_given():
 @pytest.mark.parametrize("delay", [False, True])
 def test_accumulation_adds_gradients_up(level, delay):
     model, optimizer = prepared(level)
-    for _ in range(2):  # the second window must not see the first
-        optimizer.zero_grad()
+    keep = functools.partial(model.zero_grad, set_to_none=False)
+    for clear in (optimizer.zero_grad, optimizer.zero_grad, model.zero_grad, keep):  # a window must not see the last
+        clear()
         for count in range(3):
             learn(model, optimizer, 2.0**count, delay_unscale=delay and count < 2)
         assert [master.grad.flatten()[0] for master in amp.master_params(optimizer)] == [7.0, 3.0]
@@ -687,6 +689,15 @@ def test_misuse_is_refused():
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.weight))
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(1, 4\) was changed in its step\(\)"):
         optimizer.step()
+    model = linear()
+    model, pair = prepare(model, [sgd(model), sgd(model)], opt_level="O2")
+    learn(model, pair)
+    pair[0].step()
+    with pytest.raises(AmpError, match=r"a parameter of shape \(1, 4\) is in another optimizer too"):
+        pair[1].step()
+    learn(model, pair[1])
+    pair[1].step()
+    assert holds(model.weight, 0.0)
     model = linear()
     with pytest.warns(UserWarning, match=r"optimizer: eps 1e-08 is below"):
         prepare(model, torch.optim.Adam(model.parameters()), opt_level="O3")

@@ -378,11 +378,14 @@ def test_what_is_refused():
     each_raises(ConfigError, calls)
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
     amp, optimizer, _ = converted(AMP_TYPE.TORCH, model=model)
-    for again in ((amp, sgd(network())), (network(), optimizer)):
+    for again in ((amp, sgd(network())), (network(), optimizer), (model, sgd(model))):
         each_raises(ConfigError, {"converted already": lambda pair=again: convert_to_torch_amp(*pair)})
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"cannot be copied or pickled.* save its state_dict"):
             duplicate(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    del optimizer
+    converted(AMP_TYPE.TORCH, model=model)
 
 
 def test_what_a_loop_may_do_wrong():
@@ -417,6 +420,14 @@ def test_what_a_loop_may_do_wrong():
         r"masters: '0\.weight'": lambda: optimizer.load_state_dict(wrong),
     }
     each_raises(ValueError, refused)
+    encoder, first, _ = converted(AMP_TYPE.TORCH, model=nn.Linear(8, 8))
+    decoder, second, criterion = converted(AMP_TYPE.TORCH)
+    first.backward(criterion(decoder(encoder(x)), y))
+    first.step()
+    each_raises(RuntimeError, {r"without its loss scale.*convert an nn\.ModuleList": second.step})
+    second.zero_grad()
+    second.scaler.scale(criterion(decoder(x), y)).backward()
+    assert second.step().stepped
     model, optimizer, criterion = converted(*NAIVE)
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.module[3].weight))
     with pytest.raises(RuntimeError, match=r"'3\.weight' was changed in its step\(\), as by a step hook"):
@@ -510,11 +521,15 @@ def test_data_parallel_around_the_converted_model(world, name):
     with paramp.launch_from_torch({}) as context:
         with pytest.raises(ConfigError, match="wrapped in DistributedDataParallel"):
             converted(AMP_TYPE.TORCH, model=nn.parallel.DistributedDataParallel(build()))
-        model, optimizer, criterion = converted(*EACH_TYPE[name], model=build())
+        model = build()
+        for parameter in model.parameters():
+            parameter.data.mul_(1 + context.rank)  # DistributedDataParallel broadcasts those of rank 0
+        model, optimizer, criterion = converted(*EACH_TYPE[name], model=model)
         mine = [own_part(context, *pair) for pair in data(6)]
         train(nn.parallel.DistributedDataParallel(model), optimizer, criterion, mine)
         for value, (first, expected) in zip(stepped(optimizer), plain_training(data(6), build()), strict=True):
             assert (value - expected).norm() < 0.02 * (expected - first).norm()
+            assert all(torch.equal(value, other) for other in everywhere(value))
 
 
 @on_ranks(2)

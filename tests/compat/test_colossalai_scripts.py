@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from trainer_runs import LR, check_classifier, classifier, in_batches, plain_epochs, samples, sgd
 
+from paramp import ConfigError
 from paramp.compat import colossalai
 from paramp.compat.colossalai import nn as col_nn
 from paramp.compat.colossalai.context import ParallelMode
@@ -185,6 +186,12 @@ def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
     trainer = mock.Mock()
     hooks.LoadCheckpointHook(str(others)).before_train(trainer)
     assert (trainer.engine.load.call_args.args, trainer.cur_epoch) == ((others / "epoch10",), 11)
+    schedules = [LinearWarmupLR(sgd(classifier().parameters()), EPOCHS, warmup_steps=1) for _ in range(2)]
+    trainer.hooks = [hooks.LRSchedulerHook(lr_scheduler=one, by_epoch=True) for one in schedules]
+    for hook in trainer.hooks:
+        hook.after_hook_is_attached(trainer)
+    tracked = dict(call.args for call in trainer.engine.track.call_args_list)
+    assert tracked == dict(zip(("trainer_lr_scheduler", "trainer_lr_scheduler_1"), schedules, strict=True))
 
 
 @on_ranks(2)
@@ -194,6 +201,8 @@ def test_the_trainer_accumulates_as_the_engine_does(world):
     expected, metrics = plain(1, accumulate=5)
     check_classifier(weights, expected, 2.0**-20, least=0)
     assert history[0][0] == pytest.approx(metrics[0][0], rel=1e-5)
+    with pytest.raises(ConfigError, match=r"gradient_accumulation: got 2, but SaveCheckpointHook .* the 5 batches"):
+        fit(gradient_accumulation=2, epochs=1, hook=hooks.SaveCheckpointHook(checkpoint_dir=str(shared_folder())))
 
 
 def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):

@@ -1,5 +1,6 @@
 """Fabric's strings and what they mean, in the engine and in the plugin for Fabric itself."""
 
+import copy
 import os
 import sys
 import types
@@ -288,6 +289,13 @@ def test_two_optimizers_of_one_backward_are_unscaled_with_its_scale(world):
         scale *= 0.5 if overflow else 2
         assert plugin.loss_scale == scale
     assert plugin.num_skipped == 1
+    # Another has the parameters of both, and steps twice.
+    both, before = started.setup_optimizers(torch.optim.SGD(model.parameters(), lr=1.0)), copy.deepcopy(model)
+    started.backward(model(torch.ones(1, 2)).sum())
+    for optimizer in (optimizers[0], both, both):
+        optimizer.step()
+    for count, name in ((3, "weight"), (2, "bias")):
+        assert torch.equal(model.get_parameter(name), before.get_parameter(name) - count)
 
 
 @pytest.mark.parametrize(

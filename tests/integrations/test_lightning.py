@@ -17,6 +17,7 @@ import torch.distributed as dist
 from families import cases, family
 from pages import difference_of
 from pool import on_ranks, run_on_ranks, shared_folder
+from small_engines import everywhere
 from small_mlp import batch, build
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -73,7 +74,7 @@ def check_layout(layout, name):
     expected, norms, weights = in_plain_torch(overflow=OVERFLOWS, decay=0.9)
     close = partial(pytest.approx, rel=UNITS * rounding)
 
-    module = trained_module()(**sizes)
+    module = trained_module()(**sizes, seed=4 + dist.get_rank() * (kind == "ddp"))  # DDP gives all ranks the first's
     module.save = shared_folder() / "after_one_epoch"
     trainer = fit(module, mode, strategy_of(layout), data * tensor)
     plugin = trainer.precision_plugin
@@ -85,6 +86,10 @@ def check_layout(layout, name):
     (schedule,) = trainer.lr_scheduler_configs
     assert schedule.scheduler.last_epoch == STEPS
     assert check_module(module, weights, rounding) == {FP16 if name == "16-true" else FP32}
+    own = [value for value in module.state_dict().values() if kind == "ddp"]
+    assert all(
+        torch.equal(value, other) for others in everywhere(own) for value, other in zip(own, others, strict=True)
+    )
 
     first, later = (SCALE, SCALE / 2) if plugin.mode.scaling else (1.0, 1.0)
     assert module.scales == [first] * (OVERFLOWS + 1) + [later] * (STEPS - 1 - OVERFLOWS)
@@ -204,7 +209,10 @@ def test_loops_of_the_trainer(world):
 
         def on_before_optimizer_step(self, optimizer):
             for index, parameter in enumerate(self.model.parameters()):
-                parameter.grad = parameter.grad * 8 if index % 2 else parameter.grad.mul_(8)
+                gradient = parameter.grad
+                parameter.grad = gradient * 8 if index % 3 == 1 else gradient
+                if index % 3 != 1:
+                    (gradient.data if index % 3 else gradient).mul_(8)
 
     # An overflow on one rank, with the static scale of O3.
     module = module_class()

@@ -148,6 +148,12 @@ class ApexOptimizer:
         if self.overflows:
             self._skip()
             return None
+        if used := [weight for weight in self.weights if weight.was_used_by_other(self)]:
+            raise AmpError(
+                f"optimizer.step(): a parameter of shape {tuple(used[0].weight.shape)} is in another optimizer too, "
+                "whose step() has used the gradient of its fp32 master; run a backward for this optimizer, or keep "
+                "each parameter in one"
+            )
         follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
         with_masters = [
             (f"a parameter of shape {tuple(weight.weight.shape)}", weight.weight)
@@ -159,7 +165,7 @@ class ApexOptimizer:
         round_to_weights(self.weights)
         for weight in self.weights:
             if weight.has_master:
-                weight.note_version()
+                weight.note_step(self)
         drop_gradients(self.weights)  # model.zero_grad(), which scripts may call, does not drop them
         return result
 

@@ -29,6 +29,7 @@ class AmpWeight(ChangeableMasters):
         self._accumulates = False  # during a backward, whether the weight has a delayed gradient of an earlier one
         self._stash: torch.Tensor | None = None  # during a backward, the unscaled gradient of earlier losses
         self._spent: int | None = None  # the version of the weight's gradient that was moved to the master
+        self._stepped_by: object = None  # the optimizer that has used that gradient
         self.note_version()
 
     def note_version(self) -> None:
@@ -78,12 +79,30 @@ class AmpWeight(ChangeableMasters):
         self._accumulates = self.scale is not None
         if not self._accumulates:
             self.scale = scale
-            self._stash = self.stepped.grad
+            self._stash = None if self._is_cleared() else self.stepped.grad
             self.weight.grad = self.stepped.grad = None
+
+    def _is_cleared(self) -> bool:
+        """Whether ``model.zero_grad()``, or the script itself, has dropped a gradient that was moved to the master."""
+        if not self.has_master or self._spent is None:
+            return False
+        gradient = self.weight.grad
+        is_written = gradient is not None and gradient._version != self._spent and not gradient.is_sparse
+        return gradient is None or (is_written and not bool(local(gradient).any()))
 
     def take_gradient(self) -> None:
         super().take_gradient()
         self._spent = None if self.weight.grad is None else self.weight.grad._version
+        self._stepped_by = None
+
+    def note_step(self, optimizer: object) -> None:
+        """Record a step of the master by ``optimizer``, which was rounded to the weight."""
+        self.note_version()
+        self._stepped_by = optimizer
+
+    def was_used_by_other(self, optimizer: object) -> bool:
+        """Whether another optimizer has stepped with the gradient that the weight has, and dropped the master's."""
+        return self._stepped_by not in (None, optimizer) and self.weight.grad is not None
 
     @property
     def is_bypassed(self) -> bool:
@@ -109,14 +128,14 @@ class AmpWeight(ChangeableMasters):
         """
         self.is_incomplete |= self._accumulates
         self.weight.grad, self.stepped.grad = None, self._stash
-        self.scale = self._stash = None
+        self.scale = self._stash = self._spent = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the weight's gradient; drop the master's."""
         self.scale = self._stash = None
         self.is_incomplete = False
         if self.has_master:
-            self.stepped.grad = self._spent = None
+            self.stepped.grad = self._spent = self._stepped_by = None
             if set_to_none or self.weight.grad is None:
                 self.weight.grad = None
             else:

@@ -14,9 +14,11 @@ converted model in ``DistributedDataParallel``, or average the gradients before 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -39,6 +41,9 @@ from .weights import Weights, to_be_stepped
 Options = Mapping[str, Any]
 Mode = AMP_TYPE | str | int | Precision | Options
 WRAPPERS = (DistributedDataParallel, DataParallel)
+
+_optimizers: WeakSet[AmpOptimizer] = WeakSet()
+"""Those of the conversions so far."""
 
 
 class AmpModel(Stage):
@@ -90,7 +95,8 @@ def convert_to_amp(
     The model's parameters are cast to the mode's weight dtype. The optimizer's groups then contain them, or their fp32
     masters, which are made from the values before the cast; a step takes up what a script has changed in the model's
     parameters or in the masters. Apply tensor parallelism before: parameters may be DTensors. Apply
-    ``DistributedDataParallel`` after, to the returned model.
+    ``DistributedDataParallel`` after, to the returned model; until a step or a load, masters take the rounded weights
+    that it broadcasts.
 
     Args:
         model: on the device on which it runs.
@@ -100,7 +106,8 @@ def convert_to_amp(
         amp_config: the options of that mode, as in ``fp16=dict(mode=..., ...)``.
 
     Raises:
-        ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are.
+        ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are, as
+            long as the earlier :class:`AmpOptimizer` exists.
             Neither was changed then.
     """
     precision = _parse(mode, amp_config)
@@ -116,7 +123,9 @@ def convert_to_amp(
     repoint(optimizer, names_of, weights)
     warn_of_eps(optimizer)
     wrapped = None if criterion is None else AmpCriterion(criterion, compute, sharded=sharded)
-    return AmpModel(model, compute), AmpOptimizer(optimizer, weights, compute), wrapped
+    converted = AmpOptimizer(optimizer, weights, compute)
+    _optimizers.add(converted)
+    return AmpModel(model, compute), converted, wrapped
 
 
 def convert_to_torch_amp(
@@ -200,3 +209,16 @@ def _check_arguments(model: Any, optimizer: Any, criterion: Any, precision: Prec
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"model: {name!r} is on the meta device; materialize it first, or use paramp.initialize")
+    if _first_converted(model):
+        gc.collect()  # a scheduler holds a deleted optimizer in a cycle
+    if known := _first_converted(model):
+        raise ConfigError(
+            f"model: {known!r} is converted already, with an optimizer that would unscale its gradients too; convert a "
+            "model once, with one optimizer over all of its parameters, or delete the earlier AmpOptimizer first"
+        )
+
+
+def _first_converted(model: nn.Module) -> str | None:
+    """The name of the first parameter of ``model`` that an :class:`AmpOptimizer` steps already, if there is one."""
+    stepped = {parameter for optimizer in _optimizers for parameter in optimizer._weights.parameters}
+    return next((name for name, parameter in model.named_parameters() if parameter in stepped), None)

@@ -100,6 +100,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         That gradient is already scaled; the scale is the same on every rank.
         """
         self._begin()
+        self.scaler._has_scaled = True  # by the rank of the loss
         with self._compute.enter(), default_dtype_of(self.precision):
             torch.autograd.backward(tensor, grad)
 
@@ -146,8 +147,9 @@ class AmpOptimizer(torch.optim.Optimizer):
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then update the scale.
 
         Raises:
-            RuntimeError: a closure, no backward since the last step, in one process no gradient at all, or a change
-                that would be lost: by a step hook, of a weight with a master, or by ``p.data = ...``, of a DTensor.
+            RuntimeError: a closure, no backward since the last step, gradients that this optimizer's loss scale is not
+                in, in one process no gradient at all, or a change that would be lost: by a step hook, of a weight with
+                a master, or by ``p.data = ...``, of a DTensor.
         """
         if closure is not None:
             raise RuntimeError("step: got a closure, whose backwards would not be scaled; leave it out")
@@ -155,8 +157,15 @@ class AmpOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "step: no backward since the last step; call backward(loss), or zero_grad() before your own backward"
             )
-        if not self.scaler.in_group() and all(parameter.grad is None for parameter in self._weights.parameters):
+        without = all(parameter.grad is None for parameter in self._weights.parameters)
+        if without and not self.scaler.in_group():
             raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
+        if self.scaler.is_enabled() and not self.scaler._has_scaled and not without:
+            raise RuntimeError(
+                "step: the gradients are of no backward of this optimizer, and without its loss scale, by which it "
+                "would divide them; call its backward(loss), or run your own backward of optimizer.scaler.scale(loss); "
+                "if one loss trains several models, convert an nn.ModuleList of them, with one optimizer"
+            )
         scale = self.scaler.get_scale()
         norm_weights = self._norm_weights() if self.precision.log_num_zeros else None
         gradients = self._unscaled()
@@ -181,6 +190,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.num_skipped += overflow
         result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
         self._spent, self._found_inf, self._norm = True, None, None
+        self.scaler._has_scaled = False
         if self.precision.verbose and self.scaler.get_scale() != scale and not (_is_distributed() and dist.get_rank()):
             print(f"paramp: loss scale changes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return result
@@ -193,6 +203,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             for parameter, gradient in zip(self._weights.parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else torch.zeros_like(gradient)
         self._spent, self._found_inf, self._norm = False, None, None
+        self.scaler._has_scaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: raises a RuntimeError, because the groups are fixed when the optimizer is converted."""

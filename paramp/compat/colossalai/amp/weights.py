@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ....base.dtensor import is_dtensor, local
+from ....base.dtensor import is_dtensor, local, version
 from ....base.module_surgery import check_frozen, moved, stored_dtype, trained_and_frozen
 from ....optim.flat_gradients import STORAGE
 from ....optim.flat_weights import cast_weights
@@ -46,6 +47,7 @@ class Weights:
         of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
         self.of_dtensors = {name: one.stepped for name, one in of_dtensors}
         self._memory = self._current_memory()
+        self._versions = [version(one.weight) for one in self._weights]  # of masters not stepped nor loaded yet
         self._model_parameters = ModelParameters(module)
 
     def _current_memory(self) -> dict[str, tuple[int, int]]:
@@ -114,11 +116,26 @@ class Weights:
 
     def follow_changes(self) -> None:
         """Update masters whose weights were changed in place; before each step."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._take_up_broadcast()
         follow_changed_weights(self._weights)
+
+    @torch.no_grad()
+    def _take_up_broadcast(self) -> None:
+        """Before the first step: set masters to weights that were written to.
+
+        DistributedDataParallel broadcasts rank 0's rounded weights. Every rank, including rank 0, then has to set its
+        masters to them, so a write counts even if it did not change the values.
+        """
+        for one, count in zip(self._weights, self._versions, strict=False):  # no versions after the first step
+            if one.has_master and version(one.weight) != count:
+                local(one.stepped).copy_(local(one.weight))
+                one.note_rounding()
 
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
         round_to_weights(self._weights)
+        self._versions = []
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters."""

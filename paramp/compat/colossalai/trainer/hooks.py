@@ -145,8 +145,13 @@ class LRSchedulerHook(BaseHook):
         self.store_lr_in_state = store_lr_in_state
 
     def after_hook_is_attached(self, trainer: Any) -> None:
-        if isinstance(self.lr_scheduler, LRScheduler):  # not one of initialize's, which the engine tracks already
-            trainer.engine.track("trainer_lr_scheduler", self.lr_scheduler, replace=True)  # that of an earlier fit
+        of_schedulers = (one for one in trainer.hooks if isinstance(one, LRSchedulerHook))
+        ours = [one for one in of_schedulers if isinstance(one.lr_scheduler, LRScheduler)]
+        if self in ours:  # not one of initialize's, which the engine tracks already
+            number = f"_{ours.index(self)}" if ours.index(self) else ""
+            trainer.engine.track(
+                f"trainer_lr_scheduler{number}", self.lr_scheduler, replace=True
+            )  # that of an earlier fit
 
     def after_train_epoch(self, trainer: Any) -> None:
         if self.store_lr_in_state:
@@ -301,7 +306,10 @@ class TensorboardHook(_EpochHook):
 class SaveCheckpointHook(BaseHook):
     """Saves the engine after every ``interval``-th epoch, to the folder ``epoch0``, ``epoch1``, ... .
 
-    The checkpoint includes the scheduler of the :class:`LRSchedulerHook`, which is called before.
+    The checkpoint includes the schedulers of each :class:`LRSchedulerHook`, which are called before.
+
+    Raises:
+        ConfigError: before training: ``gradient_accumulation`` leaves a window open at the end of the first epoch.
     """
 
     def __init__(self, interval: int = 1, checkpoint_dir: str = "./ckpt", suffix: str = "", priority: int = 10) -> None:
@@ -309,6 +317,15 @@ class SaveCheckpointHook(BaseHook):
         self.interval = interval
         self.checkpoint_dir = user_path(checkpoint_dir).absolute()
         self.suffix = suffix
+
+    def before_train(self, trainer: Any) -> None:
+        window = trainer.engine.context.config.gradient_accumulation
+        batches = min(trainer.steps_per_epoch, trainer.max_steps or trainer.steps_per_epoch)
+        if trainer.cur_epoch == 0 and batches % window:
+            raise ConfigError(
+                f"gradient_accumulation: got {window}, but SaveCheckpointHook saves after the {batches} batches of the "
+                f"first epoch, inside of a step; choose a divisor of {batches}, or other batches of the loader"
+            )
 
     def after_train_epoch(self, trainer: Any) -> None:
         if trainer.cur_epoch % self.interval == 0:
