@@ -149,9 +149,8 @@ class LRSchedulerHook(BaseHook):
         ours = [one for one in of_schedulers if isinstance(one.lr_scheduler, LRScheduler)]
         if self in ours:  # not one of initialize's, which the engine tracks already
             number = f"_{ours.index(self)}" if ours.index(self) else ""
-            trainer.engine.track(
-                f"trainer_lr_scheduler{number}", self.lr_scheduler, replace=True
-            )  # that of an earlier fit
+            name = f"trainer_lr_scheduler{number}"
+            trainer.engine.track(name, self.lr_scheduler, replace=True)  # that of an earlier fit
 
     def after_train_epoch(self, trainer: Any) -> None:
         if self.store_lr_in_state:
