@@ -110,14 +110,15 @@ def has_own_forward(module: nn.Module) -> bool:
     return replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward
 
 
-def check_forward_of_class(name: str, module: nn.Module) -> None:
-    """Raise a ConfigError if ``module``, called ``name``, has a forward of its own, which its copies would not run."""
+def check_forward_of_class(
+    name: str, module: nn.Module, who: str = "copies of it with a part of its modules, or without a cache,"
+) -> None:
+    """Raise a ConfigError if ``module``, called ``name``, has a forward of its own, which ``who`` would not run."""
     if has_own_forward(module):
         kind = type(module).__name__
         raise ConfigError(
             f"model: {name or kind!r} has a forward that was set on the object, expected that of its class, {kind}, "
-            "because copies of it with a part of its modules, or without a cache, run that; define the forward in a "
-            "subclass, and set __class__ of the object to it"
+            f"because {who} run that; define the forward in a subclass, and set __class__ of the object to it"
         )
 
 

@@ -61,14 +61,23 @@ MASKED = -1e9
 
 def _cast(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     cast = value.to(dtype)
-    if value.is_floating_point() and torch.finfo(dtype).max < torch.finfo(value.dtype).max:
-        finite = value.isfinite() & (value > MASKED)
-        if not cast[finite].isfinite().all():
-            raise ConfigError(
-                f"--dtype: {name} has values up to {value[finite].abs().max():g}, which overflow in "
-                f"{str(dtype).removeprefix('torch.')}; choose a dtype with a larger range, or stored"
-            )
+    if problem := overflow(value, cast):
+        raise ConfigError(f"--dtype: {name} has {problem}; choose a dtype with a larger range, or stored")
     return cast
+
+
+def overflow(value: torch.Tensor, cast: torch.Tensor) -> str | None:
+    """Which finite values overflow in ``cast``, ``value`` in another dtype, perhaps on another device; None: none."""
+    if not value.is_floating_point() or torch.finfo(cast.dtype).max >= torch.finfo(value.dtype).max:
+        return None
+    infinite = ~cast.float().isfinite()  # float8 has no isfinite
+    if not infinite.any():
+        return None
+    value = value.to(cast.device)
+    lost = value[infinite & value.isfinite() & (value > MASKED)]
+    if not len(lost):
+        return None
+    return f"values up to {lost.abs().max():g}, which overflow in {str(cast.dtype).removeprefix('torch.')}"
 
 
 def import_weights(file: str | Path, to: str | Path) -> Path:

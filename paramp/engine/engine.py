@@ -315,7 +315,7 @@ class Engine:
         """Write a Hugging Face model to a folder that ``from_pretrained`` reads. A collective, in every layout.
 
         Floating-point tensors are written in ``dtype``; None: fp32, and fp64 where weights are. On every rank it raises
-        a ConfigError for a model that is not of the transformers library, and what rank 0 raises in writing.
+        a ConfigError for a model not of transformers, or a weight too large for ``dtype``; and what rank 0 raises.
         """
         save_pretrained(self._params, self._failure, folder, dtype)
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import names_by_parameter, num_hooks, replace_forward, with_parameters
-from ..parallel.expert_dispatch import ExpertParallel, dispatched, no_rows, problem_of
+from ..base.module_surgery import OF_CLASS, names_by_parameter, num_hooks, replace_forward, with_parameters
+from ..parallel.expert_dispatch import ExpertParallel, check_forward, dispatched, no_rows, problem_of
 from .elementwise import with_contiguous_gradient
 from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
@@ -65,6 +65,7 @@ class ExactExperts(ExpertParallel):
             run = partial(self._run, module, top_k_index.dtype)
             return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
 
+        setattr(forward, OF_CLASS, True)  # for the next engine of the model
         return replace_forward(module, self._forwards.of_layer(forward))
 
     def _run(
@@ -152,9 +153,12 @@ def exact_experts(
     """The style of each module of experts in ``styles`` over ``size`` ranks; of one that is no stack, none.
 
     Raises:
-        ConfigError: there are several ranks, and a parameter of experts is tied or has hooks.
+        ConfigError: experts have a forward of their own; or there are several ranks, and a parameter of experts is tied
+            or has hooks.
     """
     stacks = [name for name in styles if problem_of(model.get_submodule(name)) is None]
+    for stack in stacks:
+        check_forward(stack, model.get_submodule(stack))
     if size > 1:
         names = names_by_parameter(model)
         for stack in stacks:

@@ -27,7 +27,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import named_tensors, replace_forward, with_parameters
+from ..base.module_surgery import (
+    check_forward_of_class,
+    named_tensors,
+    replace_forward,
+    runs_forward_of_class,
+    with_parameters,
+)
 from ..base.uncompiled import uncompiled
 from .recognize_stacked_experts import SEE_ROWS, num_experts
 from .tensor.colwise_and_rowwise import distribute
@@ -53,6 +59,7 @@ class ExpertParallel(ParallelStyle):
         """Raise a ConfigError if ``module`` is no such module, or its experts do not divide over ``size`` ranks."""
         if problem := problem_of(module):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__} {problem} for the style 'experts'")
+        check_forward(name, module)
         count = cast(int, module.num_experts)
         if count % size:
             raise ConfigError(f"plan: {name!r} has {count} experts, expected a multiple of parallel.expert {size}")
@@ -93,6 +100,12 @@ def problem_of(module: nn.Module) -> str | None:
     except TypeError as error:
         return f"whose forward is another ({error}), expected one of hidden states, index and weights"
     return None
+
+
+def check_forward(name: str, module: nn.Module) -> None:
+    """Raise a ConfigError if ``module``, of experts, has a forward of its own, which its parts would not run."""
+    if not runs_forward_of_class(module):
+        check_forward_of_class(name, module, "ranks that have a part of its experts")
 
 
 def check_none_replicated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:

@@ -92,8 +92,7 @@ class DistributedGradScaler(GradScaler):
             self._home = device
             self._create_state()
 
-    _has_updated = False  # and nothing was scaled or unscaled since
-    _has_scaled = False  # a loss; for owners that reset it
+    _has_updated = _has_scaled = False  # since nothing was scaled or unscaled; a loss, until owners reset it
 
     def scale(self, outputs: Any) -> Any:
         """``outputs``, a tensor or an iterable of tensors, multiplied by the scale; as torch's ``scale``."""

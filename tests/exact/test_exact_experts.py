@@ -215,5 +215,11 @@ def test_weights_whose_gradients_cannot_be_kept_apart_are_refused_by_name(world)
         engine = engine_of(Twice(*layers()), plan=PLAN)
         with pytest.raises(paramp.ConfigError, match=r"experts.weight', of experts that .* is used twice in a forward"):
             engine.forward_backward(x, x)
-    with paramp.launch_from_torch({"reproducible": True}):  # each data rank has all experts
-        assert train_step(engine_of(Twice(*layers()), plan=PLAN), x).stepped
+    model = Twice(*layers())
+    for _ in range(2):
+        with paramp.launch_from_torch({"reproducible": True}):  # each data rank has all experts
+            assert train_step(engine_of(model, plan=PLAN), x).stepped
+    model[0].experts.forward = lambda *inputs: 0
+    own = pytest.raises(paramp.ConfigError, match=r"'0.experts' has a forward that was set on the object")
+    with paramp.launch_from_torch({"reproducible": True}), own:
+        engine_of(model, plan=PLAN)

@@ -72,9 +72,17 @@ def test_logits_after_reload_are_the_engines(world, name, layout):
 def test_errors_of_saving_are_on_every_rank(world):
     folder = shared_folder()
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
-        engine, *_ = paramp.initialize(build("Llama"), sgd)
+        model = build("Llama")
+        model.model.norm.weight.data[0] = 1e5
+        engine, *_ = paramp.initialize(model, sgd)
         with pytest.raises(paramp.ConfigError, match=r"dtype: got torch\.int8"):
             engine.save_pretrained(folder, dtype=torch.int8)
+        engine.save_pretrained(folder / "kept", dtype=torch.bfloat16)
+        with pytest.raises(
+            paramp.ConfigError, match=r"dtype: model.norm.weight has values up to 100000, which overflow"
+        ):
+            engine.save_pretrained(folder / "kept", dtype=torch.float16)
+        assert reloaded("Llama", folder / "kept").model.norm.weight[0] == torch.tensor(1e5).bfloat16()
         (folder / "file").touch()
         with pytest.raises(OSError if world.rank == 0 else RuntimeError, match="file"):
             engine.save_pretrained(folder / "file" / "model")

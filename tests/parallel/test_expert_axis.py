@@ -331,6 +331,7 @@ def test_experts_that_would_stay_whole_are_refused_by_name(world):
         r"'experts' is a Experts with 'inside.weight' of 4 experts, expected parameters of the module": of_submodule,
         r"'experts' is a Experts with 'offsets' of 4 experts, expected parameters of the module": of_buffer,
         r"'experts' is a OtherForward whose forward is another": lambda one: setattr(one, "__class__", OtherForward),
+        r"'experts' has a forward that was set on the object": lambda one: setattr(one, "forward", lambda *inputs: 0),
     }
     with paramp.launch_from_torch({"parallel": {"expert": 2}}):
         for message, change in refused.items():

@@ -133,6 +133,10 @@ def test_what_cannot_be_sliced_is_refused_by_name(world):
         for message, style in refused.items():
             with pytest.raises(paramp.ConfigError, match=message):
                 engine_of(layers(), plan={"*.experts": style})
+        model = layers()
+        model[0].experts.forward = lambda *inputs: 0
+        with pytest.raises(paramp.ConfigError, match=r"'0.experts' has a forward that was set on the object"):
+            engine_of(model, plan={"*.experts": ExpertSlices(DIMS)})
 
 
 @on_ranks(4)

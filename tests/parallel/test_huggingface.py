@@ -137,6 +137,10 @@ REFUSED_PLANS = {
         lambda: changed(mlp=torch.nn.Parameter(torch.ones(1))),
         r"its parameter 'model\.layers\.0\.mlp\.extra'",
     ),
+    "dropout by a function": (
+        lambda: pretrained.build("Whisper", activation_dropout=0.5),
+        r"'encoder\.layers\.0' has activation_dropout 0\.5, expected 0\.0.*set model\.config\.activation_dropout to",
+    ),
 }
 
 
@@ -152,6 +156,15 @@ def test_plans_that_cannot_be_applied(what):
 def test_an_output_layer_is_whole_if_it_has_the_weight_of_a_whole_embedding(tied):
     plan = pretrained_plan(pretrained.build("GPT-NeoX", tie_word_embeddings=tied), 2, False)
     assert (plan.get("lm_head"), plan.get("gpt_neox.embed_in")) == (None if tied else "colwise_gather", None)
+
+
+def test_the_dropout_between_the_layers_of_an_mlp_differs_between_ranks():
+    sizes = {key: value for key, value in pretrained.DECODER.items() if "position" not in key} | {"head_dim": 8}
+    config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes)
+    plan = pretrained_plan(transformers.T5GemmaForConditionalGeneration(config), 2, False)
+    for stack in ("encoder", "decoder"):
+        assert plan[f"model.{stack}.layers.0.mlp.dropout"] == "sharded_random"
+        assert f"model.{stack}.layers.0.dropout" not in plan
 
 
 def with_forward(forward):
@@ -377,19 +390,22 @@ def test_the_models_own_loss_is_that_mean_in_a_loop_of_calls_too(world, through_
         assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["Llama", "T5"])
 @on_ranks(2)
-def test_values_of_all_units_are_an_error_in_a_pipeline(world):
-    """The last stage would return its own, from which hidden_states[0] is not the embedding."""
-    model, batch = build("llama"), padded(4)
-    batch.pop("labels")
+def test_values_of_all_units_are_an_error_in_a_pipeline(world, name):
+    """The last stage would return its own, or zeros for others' after a batch without them; also by a configuration."""
+    model, built, batch = pretrained.build(name), pretrained.build(name), next(pretrained.batches(name, 1))
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
-        engine = engine_of(build("llama"), None, adamw).eval()
-        for name in ("output_hidden_states", "output_attentions"):
-            message = rf"inputs\['{name}'\]: got True, expected False in a pipeline"
-            with pytest.raises(paramp.ConfigError, match=message):
-                engine(**batch, **{name: True})
+        engine = engine_of(built, None, adamw).eval()
         shown = engine(**batch, output_hidden_states=False).logits
         torch.testing.assert_close(shown, model.eval()(**batch).logits.detach(), atol=1e-5, rtol=1e-5)
+        for key in ("output_hidden_states", "output_attentions"):
+            message = rf"inputs\['{key}'\]: got True, expected False in a pipeline"
+            with pytest.raises(paramp.ConfigError, match=message):
+                engine(**batch, **{key: True})
+        built.get_decoder().config.output_hidden_states = True  # T5's has one of its own
+        with pytest.raises(paramp.ConfigError, match=r"inputs\['output_hidden_states'\]: got True"):
+            engine(**batch)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(PretrainedPartition, "Llama"), (CalledUnitsPartition, "T5")])

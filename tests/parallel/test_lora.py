@@ -29,6 +29,7 @@ LAYOUTS = {
     "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
     "pp2-tp2": {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2},
     "fsdp2": {"data": {"shard": 2}},
+    "tp2-sequence": {"tensor": 2},
 }
 # Colwise and rowwise layers, and layers that are trained whole.
 TARGETS = {
@@ -39,6 +40,8 @@ TARGETS = {
     "own": {"target_modules": ["up", "down"]},
 }
 OWN_PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+SEQUENCE_PLAN = {"embedding": "scatter_sequence", "head": "gather_sequence"}
+SEQUENCE_PLAN |= {"layers.*.up": "sequence_colwise", "layers.*.down": "sequence_rowwise"}
 
 
 class Own(nn.Module):
@@ -88,8 +91,9 @@ def loss_for(name):
     return own_loss if name == "own" else loss_of
 
 
-def initialize(name, model):
+def initialize(name, model, layout=None):
     plan = OWN_PLAN if name == "own" and paramp.get_context().tp.size > 1 else None
+    plan = SEQUENCE_PLAN if layout == "tp2-sequence" else plan
     return engine_of(model, loss_for(name), adamw, plan=plan)
 
 
@@ -98,7 +102,7 @@ def follows(world, name, layout):
     plain = adapted(name)
     start = {key: value.clone() for key, value in plain.state_dict().items()}
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}) as context:
-        engine = initialize(name, adapted(name))
+        engine = initialize(name, adapted(name), layout)
         train_both(context, engine, plain, batches(number(3, 5)), loss_for(name), adamw, atol=2e-5)
         trained = {key for key, parameter in plain.named_parameters() if parameter.requires_grad}
         for key, value in engine.full_state_dict().items():
@@ -106,7 +110,15 @@ def follows(world, name, layout):
 
 
 CELLS = [*itertools.product(TARGETS, ("tp2", "pp2", "fsdp2")), ("llama", "pp2-tp2"), ("own", "pp2-tp2")]
-PART = [("llama-embedding", "tp2"), ("own", "tp2"), ("gpt2", "tp2"), ("llama-added", "pp2"), ("llama", "fsdp2")]
+CELLS += [("own", "tp2-sequence")]
+PART = [
+    ("llama-embedding", "tp2"),
+    ("own", "tp2"),
+    ("own", "tp2-sequence"),
+    ("gpt2", "tp2"),
+    ("llama-added", "pp2"),
+    ("llama", "fsdp2"),
+]
 
 
 @pytest.mark.parametrize(("name", "layout"), rarely(CELLS, *PART))

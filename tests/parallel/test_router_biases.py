@@ -104,6 +104,15 @@ def test_a_skipped_step_and_one_without_a_rate_move_nothing(tmp_path):
         again.forward_backward(inputs(first))
         again.step()
         assert torch.equal(again.full_state_dict()[f"{LAYER}.{BIAS}"], bias)
+    model = biased()
+    for rate in (RATE, 0.0, 2 * RATE):  # of engines one after the other
+        model.config.bias_rate = rate
+        with paramp.launch_from_torch():
+            engine = engine_of(model, None, functools.partial(torch.optim.SGD, lr=0.0))
+            before = engine.full_state_dict()[f"{LAYER}.{BIAS}"]
+            engine.forward_backward(inputs(first))
+            engine.step()
+            assert (engine.full_state_dict()[f"{LAYER}.{BIAS}"] - before).abs().max() == rate
 
 
 # ------------------------------------------------------------------------------------------------------------ padding

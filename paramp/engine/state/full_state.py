@@ -28,19 +28,23 @@ def full_state_dict(params: ParamChunks, *, averages: bool = False) -> dict[str,
 
 def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | Path, dtype: torch.dtype | None) -> None:
     """Write the model to a folder, as :meth:`paramp.Engine.save_pretrained` does. A collective of the world."""
+    from ...checkpoint.convert import overflow  # imports DTensor
+
     folder = user_path(folder)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype: got {dtype}, expected a floating-point dtype, such as torch.float32")
     write = adapter_for(params.module).writer()
     weights: dict[str, torch.Tensor] = {}
+    problem: Exception | None = None
     for name, value in _full_tensors(params):
         if params.context.is_main:
             stored = dtype if dtype is not None and value.is_floating_point() else value.dtype
             first = params.first_names.get(name, name)
             weights[name] = weights[first] if first in weights else value.to("cpu", stored, copy=True)
-    problem = None
+            if problem is None and (found := overflow(value, weights[name])):
+                problem = ConfigError(f"dtype: {name} has {found}; choose a dtype with a larger range, or None")
     try:
-        if params.context.is_main:
+        if params.context.is_main and problem is None:
             write(params.module, weights, folder)
     except Exception as error:
         problem = error

@@ -15,7 +15,7 @@ in the list, so that per-layer entries of the configuration still apply.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class PretrainedPartition:
 
         def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
             check_positional(kind, more)
-            _check_requests(kwargs, stage, routers)
+            check_requests(kwargs, [stage.config], () if routers is None or not routers.is_wanted else (ROUTERS,))
             kwargs = counted((), {**options, **kwargs, "return_dict": True})
             x, before = x if isinstance(x, tuple) else (x, None)
             if not is_first:
@@ -169,10 +169,14 @@ OF_ALL_UNITS = {
 """Inputs that ask for values of all units, and why a pipeline cannot return them."""
 
 
-def _check_requests(kwargs: Mapping[str, Any], stage: nn.Module, routers: RouterLoss | None) -> None:
+def check_requests(kwargs: Mapping[str, Any], configs: Iterable[Any], sent: Collection[str] = ()) -> None:
+    """Raise a ConfigError if the inputs ``kwargs``, or else one of ``configs``, ask for values of all units.
+
+    ``sent``: the names of :data:`OF_ALL_UNITS` that may be asked for.
+    """
     for name, reason in OF_ALL_UNITS.items():
-        is_sent = name == ROUTERS and routers is not None and routers.is_wanted
-        if kwargs.get(name, getattr(stage.config, name, False)) and not is_sent:
+        asked = kwargs[name] if name in kwargs else any(getattr(config, name, False) for config in configs)
+        if asked and name not in sent:
             raise ConfigError(
                 f"inputs[{name!r}]: got True, expected False in a pipeline, because {reason}; set it to False, or "
                 "parallel.pipeline.size to 1"

@@ -23,7 +23,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.module_surgery import PassThrough, copy_on_meta, with_forward
 from ...base.trees import leaves, map_tensors, tensors
-from .decoder_partition import check_parameters_are_in, check_positional, no_plan, put_at, stage_of
+from .decoder_partition import check_parameters_are_in, check_positional, check_requests, no_plan, put_at, stage_of
 from .missing_plans import find_architecture
 from .model_output import call_options, check_output, counting
 from .router_loss import ROUTERS, asks_for_loss
@@ -124,10 +124,13 @@ class _StageForward:
         self._kind = type(model)
         self._main_input: str = model.main_input_name  # type: ignore[assignment]
         self._options, self._counted = call_options(model), counting(model)
+        configs = (getattr(module, "config", None) for module in model.modules())
+        self._configs = list({id(config): config for config in configs}.values())
+        """That of the model, and those of its parts, which may differ."""
         self._sent_arguments: dict[Any, list[str]] = {}
         """For each set of inputs, the paths of the arguments that are sent."""
-        self._lost: set[str] = set()
-        """The fields of the model's output that this stage cannot compute."""
+        self._lost: dict[Any, set[str]] = {}
+        """For each set of inputs, the fields of the model's output that this stage cannot compute."""
 
     def run(self, x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, on the others what is sent; ``x``: received, or a positional input."""
@@ -147,6 +150,7 @@ class _StageForward:
                 f"inputs[{ROUTERS!r}]: got True, expected False in a pipeline of a model on meta, or of one that is no "
                 "chain of layers; build it on the CPU, set it to False, or parallel.pipeline.size to 1"
             )
+        check_requests(kwargs, self._configs, (ROUTERS,))
         self._device = next(tensors(kwargs)).device
         self._kind_of_inputs = tuple(sorted(name for name, value in kwargs.items() if value is not None))
         # The first run with gradients, on zeros, finds out which values depend on weights.
@@ -224,7 +228,7 @@ class _StageForward:
         }
 
     def _checked(self, output: Any) -> Any:
-        """``output`` without what this stage has no values for: hidden states of units of earlier stages."""
+        """``output`` without what this stage has no values for, such as the encoder's last hidden state."""
         missing = [name for name in self._names if self._called.count(name) != 1]
         if missing or (not self._is_last and not isinstance(output, dict)):
             raise ConfigError(
@@ -234,15 +238,16 @@ class _StageForward:
         self._received, self._last_output = {}, None
         if self._is_probe:
             self._sent_arguments.setdefault(self._kind_of_inputs, [])
-            self._lost = {name for name, value in output.items() if any(map(_has_nan, tensors(value)))}
-            if self._lost & {"last", "next", "loss", "logits", "last_hidden_state"}:
-                raise ConfigError(
-                    f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent "
-                    f"to the stage of {self._names[0]}; split elsewhere"
-                )
-        if not self._lost:
-            return output
-        return type(output)(**{name: value for name, value in output.items() if name not in self._lost})
+            self._lost[self._kind_of_inputs] = {
+                name for name, value in output.items() if any(map(_has_nan, tensors(value)))
+            }
+        lost = self._lost.get(self._kind_of_inputs, set())
+        if lost & {"last", "next", "loss", "logits", "last_hidden_state"}:
+            raise ConfigError(
+                f"parallel.pipeline.split: {self._kind.__name__} uses outputs of earlier stages that are not sent "
+                f"to the stage of {self._names[0]}; split elsewhere"
+            )
+        return type(output)(**{name: value for name, value in output.items() if name not in lost}) if lost else output
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

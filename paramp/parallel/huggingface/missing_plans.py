@@ -113,6 +113,11 @@ DECODER = Architecture(tensor={}, units=("embed_tokens", "layers", "norm"), is_c
 HEADS: Mapping[str, str | ParallelStyle] = {"lm_head": "colwise_gather_output", "shared": "embedding_rowwise"}
 """The styles of a model's own modules, beside the base model."""
 HEAD = "lm_head"
+DROPOUTS: Mapping[str, Mapping[str, str]] = {
+    "t5gemma": {"**.layers.*.mlp.dropout": "sharded_random"},
+    "t5gemma2": {"**.layers.*.mlp.dropout": "sharded_random"},
+}
+"""Dropout between a colwise and a rowwise layer that the ``tp_plan`` leaves out, by ``config.model_type``."""
 
 
 def find_architecture(model: nn.Module) -> tuple[Architecture | None, str]:
@@ -135,4 +140,6 @@ def tensor_entries(model: nn.Module) -> dict[str, str | ParallelStyle]:
             prefix = name and f"{name}."
             entries |= {f"{prefix}{pattern}": style for pattern, style in row.tensor.items()}
             entries = {**HEADS, **entries}
+    if entries:
+        entries |= DROPOUTS.get(model.config.model_type, {})  # type: ignore[union-attr, arg-type]
     return entries

@@ -39,7 +39,7 @@ class ScoreBias(TokenCounts):
 
     def see(self, router: nn.Module, _: Any, output: Any) -> None:
         """A hook behind ``router``, whose output has the index of each token's experts."""
-        if self.is_counting:
+        if self.bias_rate and self.is_counting:
             self._count(next(one for one in tensors(output) if not one.is_floating_point()))
 
     @uncompiled
@@ -48,13 +48,16 @@ class ScoreBias(TokenCounts):
 
 
 def move_biases(model: Any) -> None:
-    """Let the biases in ``model`` move after each step, if its configuration has a ``bias_rate``.
+    """Let the biases in ``model`` move after each step, if its configuration has a ``bias_rate``, else no longer.
 
     Raises:
         ConfigError: it has no such biases, or has them as parameters; or the rate is below 0.
     """
     rate = max(getattr(config, RATE, None) or 0.0 for config in (model.config, model.config.get_text_config()))
     if not rate:
+        for module in model.modules():
+            if isinstance(module, ScoreBias):  # of an engine before
+                module.bias_rate = rate
         return
     owners = {name: one for name, one in model.named_modules() if SCORE_BIAS in {**one._buffers, **one._parameters}}
     kind = type(model).__name__
@@ -71,3 +74,4 @@ def move_biases(model: Any) -> None:
         if NAME not in owner._modules:
             owner.add_module(NAME, ScoreBias(owner, len(getattr(owner, SCORE_BIAS)), rate))
             router.register_forward_hook(getattr(owner, NAME).see)
+        getattr(owner, NAME).bias_rate = rate  # an engine before may have had another

@@ -24,7 +24,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, with_parameters
 from ...base.torch_internals import take
 from ...base.uncompiled import uncompiled
-from ..expert_dispatch import have_part, output_of_all
+from ..expert_dispatch import check_forward, have_part, output_of_all
 from .colwise_and_rowwise import distribute, distribute_packed
 from .differentiable_collectives import enter, local_shard, on_first_rank, sum_over_ranks
 
@@ -63,6 +63,7 @@ class ExpertSlices(ParallelStyle):
                 "their last two dims swapped, and the biases of both or of none"
             )
             raise ConfigError(f"plan: {name!r} has the parameters {shapes}, expected {expected}")
+        check_forward(name, module)
         for own, dim in dims.items():
             if dim is None:
                 continue

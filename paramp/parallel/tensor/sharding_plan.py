@@ -82,6 +82,22 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
             if isinstance(layer, nn.Linear) and isinstance(style, kind) and getattr(layer, features) % size:
                 has = f"{name!r} has {features} {getattr(layer, features)}"
                 raise ConfigError(f"plan: {has}, expected a multiple of parallel.tensor.size {size}")
+    _check_dropout(module, styles)
+
+
+def _check_dropout(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    """Raise a ConfigError if a layer of transformers calls a function of dropout between its sharded layers."""
+    for name in (name for name, dim in sharded_dims(styles).items() if dim == 0):
+        parent = name.removesuffix(".base_layer").rpartition(".")[0]  # of the layer that LoRA adapts
+        layer = module.get_submodule(parent)
+        p = getattr(layer, "activation_dropout", 0.0)
+        if isinstance(p, (int, float)) and p > 0 and type(layer).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"plan: {parent!r} has activation_dropout {p}, expected 0.0, because it calls "
+                "torch.nn.functional.dropout on each tensor rank's features, for which ranks would draw the same mask; "
+                "set model.config.activation_dropout to 0.0 before the model is built, set reproducible, whose masks "
+                "differ, or leave the layers around it out of the plan"
+            )
 
 
 REPLACES_PARAMETERS = ColwiseParallel, RowwiseParallel, SequenceParallel, PackedColwise, PartialGradient, ExpertSlices
