@@ -83,7 +83,10 @@ def test_one_ranks_exception_ends_all_and_is_shown_once(output, case):
     texts, codes = output[case]
     assert codes == [1, 1, 1]
     assert texts.pop(FAILURES[case]).count("disk on fire") == 2  # the line of source, and the message
-    assert texts == ["", ""]
+    if FAILURES[case]:
+        assert texts == ["", ""]
+    else:  # torch may warn of the store that rank 0 hosts
+        assert not any("Traceback" in text or "disk on fire" in text for text in texts)
 
 
 def test_ranks_that_stay_longer_than_the_one_that_hosts_the_store_end_in_order(output):
