@@ -10,7 +10,8 @@ All ranks get the same number of batches; otherwise some would wait forever in a
 incomplete last round is dropped. Without it, the first samples are repeated, as in torch's ``DistributedSampler``.
 
 The order depends only on the run's seed and the epoch, not on a rank's random state. Every ``iter(loader)`` begins the
-next epoch, so all ranks have to iterate equally often. ``set_epoch(n)`` sets the next epoch.
+next epoch, so all ranks have to iterate equally often. ``set_epoch(n)`` sets the next epoch. An evaluation by the
+engine counts as an epoch of the test loader alone.
 
 Checkpoints hold a loader's :class:`~paramp.data.loader_position.LoaderPosition`: after a resume the next
 ``iter(loader)`` continues after the last batch that was yielded, also with another number of data ranks. That of
@@ -20,12 +21,12 @@ the test loader begins the next epoch, as without the stop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from ..base.collectives import gather_different
 from ..base.errors import ConfigError
@@ -111,10 +112,11 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     sharded = kind.__new__(kind)
     sharded.__dict__.update(loader.__dict__ | changes)  # DataLoader.__setattr__ refuses these
     result: Any = ShardedBatches(sharded, rank, size) if iterable else sharded
-    samplers = [sampler for sampler in _samplers_that_shard(sharded) if isinstance(sampler, ShardedSampler)]
-    sampler = samplers[0] if samplers else None
+    samplers = _samplers_that_shard(sharded)
+    sampler = next((one for one in samplers if isinstance(one, ShardedSampler)), None)
+    own = [one for one in samplers if not isinstance(one, ShardedSampler) and hasattr(one, "set_epoch")]
     batch_size = _batch_size(sharded)
-    result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size)
+    result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size, own)
     _check_not_empty(result, size)
     return result
 
@@ -126,21 +128,40 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 
 
 @contextmanager
-def each_sample_once(loader: Any) -> Iterator[None]:
+def evaluation_pass(loader: Any) -> Iterator[None]:
     """A context in which an iteration of a loader of :func:`shard_loader` repeats no sample to fill the last round.
 
-    Some ranks then have a smaller last batch, or a batch less. Other loaders are unchanged.
+    Some ranks then have a smaller last batch, or a batch less. The iteration is over a whole epoch; then the loader's
+    position is what it was, except for a test loader. Other loaders are unchanged.
     """
-    filled: Any = None
-    if isinstance(loader, WithPosition):
-        filled = loader if isinstance(loader, ShardedBatches) else loader.position.sampler
-    if filled is not None:
-        filled.repeats = False
-    try:
+    if not isinstance(loader, WithPosition):
         yield
+        return
+    position = loader.position
+    changes: list[tuple[Any, dict[str, Any]]] = [(one, _without_repeats(one)) for one in position.own_samplers]
+    filled = loader if isinstance(loader, ShardedBatches) else position.sampler
+    if filled is not None:
+        changes.append((filled, {"repeats": False}))
+    if position.is_running and not position.begins_anew:
+        # persistent workers serve one iteration at a time; these get others
+        changes.append((loader.loader if isinstance(loader, ShardedBatches) else loader, {"_iterator": None}))
+    before = [(owner, {name: getattr(owner, name) for name in new}) for owner, new in changes]
+    try:
+        for owner, new in changes:
+            vars(owner).update(new)
+        with nullcontext() if position.begins_anew else position.aside():
+            yield
     finally:
-        if filled is not None:
-            filled.repeats = True
+        for owner, old in before:
+            vars(owner).update(old)
+
+
+def _without_repeats(sampler: Any) -> dict[str, int]:
+    """What attributes a ``DistributedSampler`` has that repeats no sample; none of other classes, or if it drops."""
+    if type(sampler) is not DistributedSampler or sampler.drop_last:
+        return {}
+    count = len(sampler.dataset)  # type: ignore[arg-type]
+    return {"total_size": count, "num_samples": len(range(sampler.rank, count, sampler.num_replicas))}
 
 
 def _with_position(kind: type) -> type:

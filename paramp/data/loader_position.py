@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -37,6 +38,8 @@ class LoaderPosition:
     """The loader's sampler, which skips items on a resume. None: batches are read and dropped."""
     _items_per_batch: int
     """The sampler's items in one batch."""
+    own_samplers: list[Any] = field(default_factory=list)
+    """Samplers of the user's that shard by themselves; each iteration tells them the epoch."""
     begins_anew: bool = field(init=False, default=False)
     """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
@@ -58,11 +61,21 @@ class LoaderPosition:
         """How many batches of :attr:`epoch` this rank has got."""
         return self.skip if self._current is None else self._current.yielded
 
+    @property
+    def is_running(self) -> bool:
+        """Whether more batches may be asked of the last iteration: it has not come to its end."""
+        return self._current is not None and not self._current.over
+
     def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over the next epoch, or over the rest of a resumed one; ``iterate`` makes the iterator."""
+        if self._current is not None and 0 < self._current.yielded == self._current.skipped:
+            self._go_to(self._current.epoch)  # nothing was read of this rest of an epoch
+            self.skip = self._current.skipped
         skip, self.skip = self.skip, 0
         epoch = self._next_epoch
         self._next = epoch + 1
+        for sampler in self.own_samplers:
+            sampler.set_epoch(epoch)
         self._generator.manual_seed(derive_seed(self._seed, epoch))
         if self.sampler is not None:
             self.sampler.skip = skip * self._items_per_batch
@@ -71,8 +84,24 @@ class LoaderPosition:
             with torch.random.fork_rng(devices=[]):  # their random numbers were drawn before the save
                 for _ in itertools.islice(batches, skip):
                     pass
-        self._current = _EpochIterator(batches, epoch, skip)
+        self._current = _EpochIterator(batches, epoch, skip, skip)
         return self._current
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which an iteration is over the whole of :attr:`epoch`; then the position is what it was."""
+        before = self._current, self._next, self.skip, self._generator.get_state()
+        sampler, epoch = self.sampler, self.epoch
+        of_sampler = None if sampler is None else (sampler.epoch, sampler.skip)
+        self._current, self.skip = None, 0
+        self._go_to(epoch)
+        try:
+            yield
+        finally:
+            self._current, self._next, self.skip, state = before
+            self._generator.set_state(state)
+            if sampler is not None and of_sampler is not None:
+                sampler.epoch, sampler.skip = of_sampler  # not yet read, if an iterator was made and not used
 
     def state_dict(self) -> dict[str, int]:
         """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded."""
@@ -85,9 +114,8 @@ class LoaderPosition:
         epoch, given = state["epoch"], state["given"]
         if self.begins_anew and given:
             epoch, given = epoch + 1, 0
-        self._current, self._next = None, epoch
-        if self.sampler is not None:
-            self.sampler.set_epoch(epoch)
+        self._current = None
+        self._go_to(epoch)
         self.skip, rest = divmod(given, self._unit)
         if rest:
             warnings.warn(
@@ -95,6 +123,11 @@ class LoaderPosition:
                 f"that all ranks now read at once; the last {rest} are repeated",
                 stacklevel=2,
             )
+
+    def _go_to(self, epoch: int) -> None:
+        self._next = epoch
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
 
 
 @dataclass(eq=False)
@@ -104,6 +137,9 @@ class _EpochIterator:
     batches: Iterator[Any]
     epoch: int
     yielded: int
+    skipped: int
+    """How many of ``yielded`` it left out: those before a loaded position."""
+    over: bool = False
     stale: bool = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,6 +151,7 @@ class _EpochIterator:
         try:
             batch = next(self.batches)
         except StopIteration:
+            self.over = True
             if self.yielded:
                 self.epoch, self.yielded = self.epoch + 1, 0
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,8 @@ class ParallelContext:
             ``mesh`` unless that has both.
         roles: the role of each axis of the mesh, by its name there, in the mesh's order.
         rank, world_size, local_rank: the rank of this process in the world, and on its machine.
-        serial: the number of this context in the process, equal on every rank.
+        serial: the number of this context in the process, equal on every rank; negative in a world of one rank, which
+            other ranks do not count.
         num_engines: how many engines ``initialize`` has made in it.
         device: the device of this rank.
         pp, dp, cp, ep, tp: the :class:`Axis` of each name, of size 1 where the mesh has none; ``dp`` is
@@ -105,7 +107,8 @@ class ParallelContext:
         self._owns_world = owns_world
         over_gloo = device.type == "cuda" and dist.get_backend() == "gloo"
         self._gathers = gather_dtensors_over_gloo() if over_gloo else None
-        self.serial = next(_serials)
+        self._process = os.getpid()
+        self.serial = next(_serials if self.world_size > 1 else _serials_alone)
         self.num_engines = 0
         self._groups = ProcessGroups(f"paramp/{self.serial}")
         self.before_close: list[Callable[[], None]] = []
@@ -302,14 +305,18 @@ class ParallelContext:
         return RandomStream(derive_seed(self.config.seed, "activations", *place, *later, *other), self.device)
 
     def close(self) -> None:
-        """Destroy the process groups of this context. Closing twice is harmless."""
-        if self not in OPEN:
+        """Destroy the process groups of this context. Closing twice is harmless; a forked process closes nothing."""
+        if self not in OPEN or not self._is_of_process():
             return
         with ExitStack() as ends:  # each is called, the last one first, also after one that fails
             ends.callback(self._destroy)
             for end in self.before_close:
                 ends.callback(end)
             self.before_close.clear()
+
+    def _is_of_process(self) -> bool:
+        """Whether this process is the rank; False in one forked from it, which has copies of the rank's connections."""
+        return os.getpid() == self._process
 
     def _destroy(self) -> None:
         place = OPEN.index(self)
@@ -333,6 +340,8 @@ class ParallelContext:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._is_of_process():
+            return
         self.departures.explain(error)
         failed = isinstance(error, Exception) and self.world_size > 1
         quiet = failed and error is not None and self.departures.failed_after_another(error)
@@ -389,17 +398,17 @@ def _sharded_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 
-_serials = itertools.count()
+_serials, _serials_alone = itertools.count(), itertools.count(-1, -1)
 
 
 @atexit.register
 def _close_all() -> None:
     """Close contexts launched without a ``with``; not after an error, because other ranks may not close theirs."""
-    if not hasattr(sys, "last_value"):
-        while OPEN:
-            OPEN[-1].close()
-    for context in OPEN:
-        context._leave(sys.last_value)
+    for context in [context for context in reversed(OPEN) if context._is_of_process()]:
+        if hasattr(sys, "last_value"):
+            context._leave(sys.last_value)
+        else:
+            context.close()
 
 
 def get_context() -> ParallelContext:

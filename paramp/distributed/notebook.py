@@ -50,7 +50,7 @@ def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
         ConfigError: cloudpickle is not installed, ``ranks`` is not 1 or more, or ``fn`` or ``args`` cannot be pickled.
         Exception: what the first rank that failed has raised, with that rank's traceback as its cause.
         LaunchError: a rank was ended, or its error or value cannot be pickled.
-        KeyboardInterrupt: the notebook was interrupted. The ranks get SIGTERM and 30 seconds to end.
+        KeyboardInterrupt: the notebook was interrupted, and the ranks get SIGTERM and 30 seconds to end; or a rank was.
     """
     require(is_integer(ranks) and ranks >= 1, "ranks", ranks, "an integer of 1 or more")
     require(callable(fn), "fn", fn, "a function, which each rank calls")
@@ -63,8 +63,9 @@ def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
             (fn, args),
             "fn or its arguments cannot be sent to the ranks; create inside fn what is in the way",
         )
-        # The ranks import what the notebook can import.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import call_on_rank; call_on_rank({name!r})"
+        # The ranks import what the notebook can import, which ignores what is no text.
+        places = [place for place in sys.path if isinstance(place, str)]
+        program = f"import sys; sys.path[:] = {places!r}; from {__name__} import call_on_rank; call_on_rank({name!r})"
         sys.stdout.flush()
         unreported: list[str] = []
         try:
@@ -119,13 +120,15 @@ def call_on_rank(folder: str) -> None:
         value = fn(*args)
         if rank == 0:
             _write(place / "value", value, "what fn returned on rank 0 cannot be sent back; return something else")
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         _write_error(place / f"error-{rank}", error)
         give_launcher(f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
-def _write_error(path: Path, error: Exception) -> None:
+def _write_error(path: Path, error: BaseException) -> None:
     frames = traceback.format_exception(error.with_traceback(_user_frames(error)))
     pickled: bytes | None = None
     with contextlib.suppress(Exception):  # as of an exception whose arguments are not those of its class
@@ -139,6 +142,6 @@ def _write_error(path: Path, error: Exception) -> None:
     path.write_bytes(pickle.dumps((echo, message, "".join(frames), pickled)))
 
 
-def _user_frames(error: Exception) -> Any:
+def _user_frames(error: BaseException) -> Any:
     """The traceback of ``error`` without the frame of :func:`call_on_rank`."""
     return error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)

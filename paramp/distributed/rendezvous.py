@@ -140,9 +140,12 @@ def meet(store: Store, rank: int, world_size: int) -> Store:
     A launcher's store outlives the processes that it restarts, and their entries must not be taken for this world's.
     So each rank writes a random token. Rank 0 publishes the tokens that it finds, under a new name each time one has
     changed, until every rank has confirmed that its token is among them. Raises LaunchError if a rank does not join
-    in time.
+    in time. A world of one rank meets nobody, and is not counted: other ranks of this process's next world do not know
+    of it.
     """
     global _num_meetings
+    if world_size == 1:
+        return PrefixStore(f"paramp/alone/{secrets.token_hex(8)}", store)
     prefix, token = f"paramp/{_num_meetings}", secrets.token_hex(8)
     store.set(f"{prefix}/here/{rank}", token)
     found = _call(store, prefix, world_size) if rank == 0 else _answer(store, prefix, rank, token, world_size)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..data.dataloader import each_sample_once
+from ..data.dataloader import evaluation_pass
 from ..distributed.context import ParallelContext
 from ..parallel.microbatches import Batch
 from .accumulation_window import LossTotals
@@ -81,7 +81,7 @@ def run_loader(
         Exception: on every rank: whatever ``loader`` or a batch raises on one.
     """
     counted, last = _SampleTotals(totals), Batch()
-    with each_sample_once(loader):
+    with evaluation_pass(loader):
         batches: Iterator[Any] | None = None
         for index in itertools.count():
             parts: list[tuple[Batch, int, int]] = []

@@ -18,6 +18,9 @@ from .user_changes.refused_changes import check_stepped, is_step_replaced, refus
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
 
+COMPLEX = "it has complex parameters"
+
+
 def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
     """Why ``optimizer`` cannot step in fused kernels over flat buffers; None if it can."""
     if type(optimizer) not in KERNELS:
@@ -28,7 +31,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer) -> str | None:
         return "its step() is replaced"
     for group in optimizer.param_groups:
         if any(tensor.is_complex() for tensor in group["params"]):
-            return "it has complex parameters"
+            return COMPLEX
         if group.get("differentiable") or group.get("capturable"):
             return "it is differentiable or capturable"
         if group.get("fused") is False or group.get("foreach"):
@@ -52,6 +55,8 @@ def choose_step(
     """
     optimizer = weights.optimizer
     reason = why_not_fused(optimizer)
+    if any(param.parameter.is_complex() for param in weights.params):  # of which some ranks have no part under ZeRO
+        reason = reason or COMPLEX
     if reason is None:
         return (fused or FusedStep)(optimizer, weights)
     for setting in (buffer.masters.needs_fused_step for buffer in weights.buffers):

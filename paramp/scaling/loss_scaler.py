@@ -135,7 +135,8 @@ class DistributedGradScaler(GradScaler):
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient of ``optimizer`` was not finite since the last update; synchronises the host."""
-        return any(map(bool, self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
+        state = self._per_optimizer_states.get(id(optimizer), {}) if self._enabled else {}
+        return any(map(bool, state.get("found_inf_per_device", {}).values()))
 
     def scale_tensor(self) -> torch.Tensor:
         """A copy of the scale, 0-dim float32 on the device; 1 if losses are not scaled. No host synchronisation."""

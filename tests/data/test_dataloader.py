@@ -352,7 +352,7 @@ def test_wrong_loaders_are_an_error_on_every_rank(world):
         engine_with(DataLoader(numbers) if world.rank == 0 else None)
 
 
-ITSELF = DistributedSampler(Numbers(24), 1, 0, shuffle=False)
+ITSELF = DistributedSampler(Numbers(24), 1, 0)
 RESUMED = {
     "shuffled": {"dataset": Numbers(24), "shuffle": True},
     "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
@@ -376,7 +376,7 @@ def resumable(name, size=1, batch_size=2):
 def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     whole, stopped, *others, last = (loader for _ in range(5) for loader in resumable(name))
     expected = [epoch(whole) for _ in range(3)]
-    assert (expected[0] == expected[1]) == (name in ("a stream", "a sampler that shards by itself"))
+    assert (expected[0] == expected[1]) == (name == "a stream")
     assert stopped.state_dict() == {"epoch": 0, "given": 0}
     assert epoch(stopped) == expected[0]
     assert stopped.state_dict() == {"epoch": 1, "given": 0}
@@ -390,6 +390,7 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
         state = resumed.state_dict()
     assert state == {"epoch": 1, "given": 14}
     last.load_state_dict(state)
+    iter(last)  # it is not used, and counts for nothing
     assert given + epoch(last) == expected[1]
     assert last.state_dict() == {"epoch": 2, "given": 0}
     assert epoch(last) == expected[2]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,10 @@ def stubborn():
     raise Stubborn("an", "swer")
 
 
+def interrupted():
+    raise KeyboardInterrupt("of a rank")
+
+
 def ended():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -110,6 +115,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
     """Also from a thread that is not the main one."""
     warm.start()
     monkeypatch.setattr(sys, "executable", PYTHON)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("of a session")])  # which imports pass over
     monkeypatch.setattr(local_launcher, "SECONDS_TO_END", 1.0)
     lock = threading.Lock()
     errors = (
@@ -122,6 +128,7 @@ def test_what_cannot_be_sent_or_is_not_there_is_an_error_by_name(monkeypatch):
         (sys.exit, 1, paramp.LaunchError, "rank 0 ended without returning"),
         (ended, 1, paramp.LaunchError, "notebook: rank 0 was ended by SIGKILL without an exception"),
         (stubborn, 1, paramp.LaunchError, "rank 0 failed: Stubborn: answer"),
+        (interrupted, 1, KeyboardInterrupt, "of a rank"),
     )
     with ThreadPoolExecutor(2) as threads:  # beside the first two, whose other rank is waited for
         calls = [threads.submit(paramp.notebook, fn, ranks=ranks) for fn, ranks, *_ in errors]

@@ -7,7 +7,7 @@ from beside_plain import randn, seeded
 from pool import on_ranks
 from small_engines import engine_of
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import paramp
 
@@ -31,7 +31,10 @@ def loader_for(name, context):
     if name == "list":  # of the user's own: the last data rank has a batch less
         sizes = [5, 1] if context.dp.rank == 0 else [5]
         return list(zip(X[own].split(sizes), Y[own].split(sizes), strict=True)) if context.dp.size > 1 else [(X, Y)]
-    return DataLoader(Stream() if name == "stream" else TensorDataset(X, Y), batch_size=4, shuffle=name == "shuffled")
+    options = {"batch_size": 4, "shuffle": name == "shuffled"}
+    if name == "sampler":
+        options["sampler"] = DistributedSampler(X, context.dp.size, context.dp.rank)
+    return DataLoader(Stream() if name == "stream" else TensorDataset(X, Y), **options)
 
 
 def build():
@@ -58,7 +61,7 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
     with torch.no_grad():
         means, (total, count) = F.mse_loss(plain(X), Y), counted(plain(X), Y)
     for criterion, expected in ((F.mse_loss, means), (counted, total / count)):
-        for name in ("plain", "shuffled", "stream", "list"):
+        for name in ("plain", "shuffled", "stream", "sampler", "list"):
             with paramp.launch_from_torch({"parallel": parallel}) as context:
                 mine = seeded(build)
                 mine[1].eval()
@@ -74,8 +77,63 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                 torch.testing.assert_close(engine.evaluate(loader), expected, rtol=1e-5, atol=0)
                 assert ([one.training for one in engine.module.modules()], torch.get_rng_state().tolist()) == before
                 assert not any(one.grad is not None and one.grad.any() for one in engine.parameters())
-                if name == "shuffled":  # a later iteration fills the last round again
+                if name in ("shuffled", "sampler"):  # a later iteration fills the last round again
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
+
+
+LOADERS = {
+    "shuffled": {"dataset": TensorDataset(X, Y), "shuffle": True},
+    "stream": {"dataset": Stream()},
+    "sampler": {"dataset": TensorDataset(X, Y), "sampler": DistributedSampler(X, 1, 0)},
+    "workers": {
+        "dataset": TensorDataset(X, Y),
+        "shuffle": True,
+        "num_workers": 1,
+        "persistent_workers": True,
+        "multiprocessing_context": "forkserver",
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@on_ranks(1)
+def test_evaluating_the_training_loader_leaves_its_position_as_it_was(world, name):
+    """Before, between, in and after epochs, after a load, and beside an iterator that is not used yet."""
+    with paramp.launch_from_torch():
+
+        def make():
+            model = seeded(build)
+            options = torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss
+            return paramp.initialize(model, *options, DataLoader(batch_size=2, **LOADERS[name]))[:2]
+
+        def read(batches):
+            return [x.tolist() for x, _ in batches]
+
+        expected = [read(loader) for loader in make()[1:] for _ in range(3)]
+        engine, loader = make()
+        whole = F.mse_loss(seeded(build).eval()(X), Y).detach()
+
+        def evaluate():
+            before = loader.epoch, loader.state_dict()
+            torch.testing.assert_close(engine.evaluate(loader), whole, rtol=1e-5, atol=0)
+            assert (loader.epoch, loader.state_dict()) == before
+
+        evaluate()
+        batches = iter(loader)
+        evaluate()
+        found = []
+        for x, _ in batches:
+            found.append(x.tolist())
+            evaluate()
+        assert found == expected[0]
+        evaluate()
+        assert read(loader) == expected[1]
+        for epoch, given in ((1, 4), (2, 8)):
+            loader.load_state_dict({"epoch": epoch, "given": given})
+            evaluate()
+            iter(loader)  # and again: it was not used
+            evaluate()
+            assert read(loader) == expected[epoch][given // 2 :]
 
 
 @on_ranks(4)

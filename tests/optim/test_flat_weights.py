@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import re
 
 import pytest
@@ -409,6 +410,17 @@ def test_complex_weights_train_as_in_plain_torch(world):
             engine = engine_of(seeded(Spectral), plan={"up": "colwise", "down": "rowwise"})
             given = [(randn(8, 4, seed=step), randn(8, 4, seed=9)) for step in range(3)]
             train_both(context, engine, seeded(Spectral), given)
+
+
+@on_ranks(2)
+def test_a_rank_without_a_part_of_complex_weights_skips_a_step_as_the_others_do(world):
+    """One kind of step gathers weights after an overflow, and the other does not."""
+    with paramp.launch_from_torch({"parallel": {"zero": 1}}):
+        engine = engine_of(seeded(Spectral))
+        found = [train_step(engine, randn(8, 4), factor * randn(8, 4)).stepped for factor in (math.inf, 1.0, 1.0)]
+        assert found == [False, True, True]
+        calls = [update.calls_optimizer for update in engine._optimizer_step.updates]
+    assert calls == [True]
 
 
 @pytest.mark.real_sizes  # so that no buffer ends early

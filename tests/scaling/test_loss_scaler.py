@@ -149,6 +149,7 @@ def test_disabled_it_does_nothing():
     attempt(scaler, optimizer)
     assert torch.equal(weight.detach(), torch.zeros(4))
     assert (scaler.state_dict(), scaler.get_scale()) == ({}, 1.0)
+    assert not scaler.has_overflowed(optimizer)
 
 
 def test_large_finite_gradients_are_no_overflow():
@@ -192,6 +193,8 @@ def test_one_of_several_optimizers_overflows():
     assert torch.equal(weights[0].detach(), torch.zeros(4, dtype=torch.float16))
     assert torch.equal(weights[1].detach(), torch.ones(4))
     assert scaler.get_scale() == 2.0
+    assert not any(map(scaler.has_overflowed, optimizers))  # since the update
+    assert pickle.loads(pickle.dumps(scaler)).get_scale() == 2.0  # which only takes a scaler between steps
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

@@ -251,6 +251,31 @@ def running_mean():
     return nn.Sequential(nn.Linear(32, 32), RunningMean(32))
 
 
+class Rotation(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Parts(nn.Module):
+    def forward(self, x):
+        return x.real + x.imag
+
+
+def rotated():
+    return nn.Sequential(nn.Linear(32, 32), Rotation(32), Parts())
+
+
+def test_complex_weights_and_outputs_are_compared():
+    report = report_of(here("rotated"), {"data": 2}, "32-true")
+    assert report.ok, "\n".join(report.lines())
+    (rotation,) = (layer for layer in report.layers if layer.name == "1")
+    assert None not in (rotation.forward, rotation.gradient, rotation.step)
+
+
 def with_nan():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     with torch.no_grad():
@@ -478,6 +503,9 @@ def test_distances_equal_hand_arithmetic():
     masked = torch.tensor([3.0, 4.0, lowest, -math.inf], dtype=torch.float16)
     other = torch.tensor([3.0, 4.5, lowest, -math.inf], dtype=torch.float16)
     assert distance(other, masked) == (0.5, 5.0)
+    numbers = torch.tensor([3.0 + 4.0j, complex(-math.inf, 0.0)])
+    assert distance(numbers + torch.tensor([0.5j, 0.0]), numbers) == (0.5, 5.0)
+    assert distance(torch.tensor([3.0 + 4.0j]), torch.tensor([3.0 + 4.0j]).conj()) == (8.0, 5.0)
     units = {"16-naive": -11, "bf16-mixed": -8, "32-true": -24, "64-true": -53, "fp8-mixed": -4}
     assert {mode: rounding(Precision.parse(mode)) for mode in units} == {mode: 2.0**x for mode, x in units.items()}
 

@@ -43,7 +43,8 @@ class RankRecord:
     microbatch_size: int = 0
     activations: list[dict[str, Any]] = field(default_factory=list)
     """The module outputs in the order in which calls ended: ``step`` (from 1), ``module``, ``microbatch``, ``call``
-    (index among the module's calls in this microbatch) and ``tensors`` (local tensors, floating point, on the CPU)."""
+    (index among the module's calls in this microbatch) and ``tensors`` (local tensors, floating point or complex, on
+    the CPU)."""
     modules: list[str] = field(default_factory=list)
     """The names of this rank's modules, with all names of shared ones."""
     packed: list[int] = field(default_factory=list)
@@ -124,7 +125,7 @@ class ActivationRecorder:
         if self._random is not None and self.record.random_in is None:
             pairs = zip(self._random, random_states(self._device), strict=True)
             self.record.random_in = None if all(torch.equal(*pair) for pair in pairs) else name
-        found = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+        found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in found]
         self._bytes += sum(copy.nbytes for copy in copies)
         at = {"step": len(self.record.losses) + 1, "module": name, "microbatch": self._microbatch}
@@ -165,6 +166,11 @@ def _num_packed(module: nn.Module) -> int:
     return weight.shape[placement.dim - 1] if isinstance(placement, Shard) else 1
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; a complex one with its real and imaginary parts along a last dim, in the same memory."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 @torch.no_grad()
 def gradient_of(engine: Engine, norm: float) -> dict[str, torch.Tensor]:
     """The gradient of the last step, unscaled and before clipping to 1, in the form of ``full_state_dict``.
@@ -190,10 +196,10 @@ def gradient_of(engine: Engine, norm: float) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def perturb(engine: Engine, unit: float, generator: torch.Generator) -> None:
-    """Change each floating-point weight at random by up to ``unit`` times itself; of an engine of one process."""
+    """Change each weight at random by up to ``unit`` times itself, except integers; of an engine of one process."""
     stepped = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
     frozen = [parameter for parameter in engine.module.parameters() if not parameter.requires_grad]
-    for tensor in (tensor for tensor in (*stepped, *frozen) if tensor.is_floating_point()):
+    for tensor in (tensor for tensor in map(as_real, (*stepped, *frozen)) if tensor.is_floating_point()):
         noise = torch.rand(tensor.shape, dtype=torch.float64, generator=generator).mul_(2.0).sub_(1.0)
         tensor.copy_(tensor.double() * (1.0 + unit * noise.to(tensor.device)))
     engine._weights.write_back()

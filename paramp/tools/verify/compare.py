@@ -30,7 +30,7 @@ from ...config.layout import ParallelConfig
 from ...config.schema import Config
 from ...parallel.context_axis.tokens_of_ranks import head_and_tail, taken
 from ...precision.modes import Precision
-from .activation_recorder import RankRecord
+from .activation_recorder import RankRecord, as_real
 from .options import RUNS
 from .report import Layer, Report
 
@@ -140,7 +140,7 @@ def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
             f"batches: the batch of step {step} differs between the runs; make it depend on the step alone"
         )
     for name, value in single.start.items():
-        if value.is_floating_point() and value.isnan().any():
+        if (value.is_floating_point() or value.is_complex()) and value.isnan().any():
             where = value.isnan().nonzero()[0].tolist()
             raise ConfigError(f"model: {name!r} has NaN among its initial values, first at {where}; correct the model")
     first = sharded[0].start
@@ -162,7 +162,7 @@ def _noise(
     for one in found:
         _raise_to(noise, one.key, one.size * (FLOAT32_ROUNDING if one.what in NUMBERS else unit))
         if one.what == "step" and one.tensor in weights:
-            _raise_to(noise, one.key, min(unit, FLOAT32_ROUNDING) * float(weights[one.tensor].double().norm()))
+            _raise_to(noise, one.key, min(unit, FLOAT32_ROUNDING) * float(as_real(weights[one.tensor]).double().norm()))
     for one in perturbed:
         _raise_to(noise, one.key, one.distance or 0.0)
     return noise
@@ -284,6 +284,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float | None
     Elements where both are at the end of the dtype's range, as masks are, are ignored. The first is infinite if only
     one of them is finite, and None if neither is.
     """
+    actual, expected = as_real(actual), as_real(expected)
     bad = [bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in (actual, expected)]
     if all(bad):
         return None, math.inf

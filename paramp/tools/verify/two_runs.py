@@ -146,7 +146,8 @@ def _step(engine: Engine, batch: Batch, record: RankRecord, context: ParallelCon
     gradient: dict[str, torch.Tensor] = {}
     if result.stepped:
         after = engine.full_state_dict()
-        change = {name: value - before[name] for name, value in after.items() if value.is_floating_point()}
+        numbers = {name: value for name, value in after.items() if value.is_floating_point() or value.is_complex()}
+        change = {name: value - before[name] for name, value in numbers.items()}
         gradient = gradient_of(engine, result.grad_norm or 0.0)
     engine.zero_grad()
     keeps = context.stage_axis.rank == 0
