@@ -102,13 +102,14 @@ def start_reduce_scatter(
     Args:
         whole: 1-dim, group size x slice size elements.
         own: 1-dim view of ``whole``.
-        dtype: accumulation dtype, of complex numbers that of their parts. None: that of ``whole``.
+        dtype: accumulation dtype, also of the parts of complex numbers, if theirs is not wider. None: as ``whole``.
 
     Returns:
         Waits for completion; do not touch ``whole`` before.
     """
     if whole.is_complex():
         whole, own = (torch.view_as_real(one).view(-1) for one in (whole, own))
+        dtype = None if dtype is None else torch.promote_types(dtype, whole.dtype)
     cast_ = dtype not in (None, whole.dtype)
     part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which gloo and NCCL support
     work = reduce_scatter_single(part, whole.to(dtype) if cast_ else whole, group=group, async_op=True)

@@ -1,8 +1,10 @@
 """Configurations from files and dicts."""
 
+import difflib
 import importlib
 import runpy
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from ..base.errors import ConfigError, nearest, one_line, shown
-from ..base.values_checked_by_type import build, keys, user_path
+from ..base.errors import ConfigError, one_line, shown
+from ..base.values_checked_by_type import build, is_integer, keys, user_path
 from ..precision.modes import FOREIGN_NAMES, Precision
 from .schema import Config
 
@@ -68,10 +70,10 @@ def _built(tree: Mapping[str, Any]) -> Config:
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read a ``.toml`` file, or a ``.py`` file: its dict ``CONFIG`` or ``config``, else its global names.
 
-    Names in capitals beside such a dict are keys too; others there are not.
+    Names in capitals beside such a dict are keys too; others are not, which a warning says of the names of keys.
 
     Raises:
-        ConfigError: the file is not valid, or has another suffix; a key is beside the dict, and not in it.
+        ConfigError: the file is not valid, or has another suffix.
         FileNotFoundError: the file does not exist.
     """
     path = user_path(path)
@@ -98,12 +100,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 tree = names.pop(name)
-                for key in names:
-                    if key in known and key not in tree:
-                        raise ConfigError(f"{key}: has no effect beside {name} in {str(path)!r}; write it into {name}")
+                for key, value in names.items():
+                    if key in known and key not in tree and isinstance(value, PLAIN):
+                        meant = f"if it is meant as one, write it into {name}"
+                        warnings.warn(f"{key}: is no key beside {name} in {str(path)!r}; {meant}", stacklevel=2)
                 return {key: value for key, value in names.items() if key.isupper()} | tree
         return names
     raise ConfigError(f"config: {str(path)!r} ends in {path.suffix!r}, expected .toml or .py")
+
+
+PLAIN = (Mapping, str, int, float, list, tuple, Precision)
+"""Types of values of keys that a file has for nothing else."""
+NEAR = 0.85
+"""How much of a name is that of a key if it is one misspelt: a file may have a ``dtype`` beside ``grad_dtype``."""
 
 
 def _is_setting(name: str, value: Any, known: Sequence[str]) -> bool:
@@ -111,11 +120,13 @@ def _is_setting(name: str, value: Any, known: Sequence[str]) -> bool:
 
     One with a value that only some keys have is if it is one of the ``known`` keys, or is close to one.
     """
-    if isinstance(value, (Mapping, str, int, float, list, tuple, Precision)):
+    if isinstance(value, PLAIN):
         return True
     if name in known:
-        return not isinstance(value, ModuleType) and getattr(value, "__name__", "") != name  # as torch.compile
-    return (value is None or isinstance(value, torch.dtype)) and nearest(name, known) != ""
+        is_helper = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, type))  # torch.compile
+        return not is_helper and getattr(value, "__name__", "") != name
+    is_of_some = value is None or isinstance(value, torch.dtype)
+    return is_of_some and bool(difflib.get_close_matches(name, known, n=1, cutoff=NEAR))
 
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,10 +154,15 @@ def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any], table: str = 
     result = dict(base)
     for key, value in overrides.items():
         old = result.get(key)
-        if table == "parallel" and key in AXES and isinstance(old, Mapping) and isinstance(value, (int, str)):
+        if (
+            table == "parallel"
+            and key in AXES
+            and isinstance(old, Mapping)
+            and (is_integer(value) or isinstance(value, str))
+        ):
             value = {SHORT.get(key, "size"): value}
         if isinstance(value, Mapping):
-            if type(old) is int or (key == "precision" and isinstance(old, str)):
+            if is_integer(old) or (key == "precision" and isinstance(old, str)):
                 old = {SHORT.get(key, "size"): old}
             value = _merged(old if isinstance(old, Mapping) else {}, value, key)
         result[key] = value

@@ -20,7 +20,7 @@ EXIT_CODE = 1
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The environment variable of the file in which a launcher looks for the error of a rank."""
 SECONDS_OF_GRACE = 5.0
-"""The time that a rank has to end normally once it or another has failed."""
+"""The time that a rank has to end normally once it has failed; the others have that of a beat more."""
 LOST = (dist.DistError, RuntimeError)
 """The exceptions that the store raises when its host is gone."""
 SECONDS_TO_READ = 2.0

@@ -186,7 +186,7 @@ def start_heartbeat(
 
     def check() -> tuple[ParallelContext | None, Call]:
         checked = required_context("start_heartbeat", context)
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        is_number = is_integer(timeout) or isinstance(timeout, float)
         require(is_number and 0 < timeout < float("inf"), "timeout", timeout, "seconds above 0")
         counts = end_after is None or (is_integer(end_after) and end_after >= 1)
         require(counts, "end_after", end_after, "an integer of 1 or more, or None")

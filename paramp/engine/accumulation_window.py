@@ -381,7 +381,8 @@ class AccumulationWindow:
             self.state = self._before
 
     def check_not_averaged(self) -> None:
-        """Raise a RuntimeError inside :meth:`averaged`."""
+        """Raise a RuntimeError inside :meth:`averaged`, and on a rank that has failed alone."""
+        self._failure.check_not_alone()
         if self.state is State.AVERAGED:
             raise RuntimeError(APPLIED)
 

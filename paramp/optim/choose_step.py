@@ -17,7 +17,6 @@ from .matrices.matrix_step import MatrixStep
 from .user_changes.refused_changes import check_stepped, is_step_replaced, refusing_changes
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
-
 COMPLEX = "it has complex parameters"
 
 

@@ -16,7 +16,6 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +138,7 @@ class _StageGraph:
     keywords: list[str]
     """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
     shared: list[str] = field(default_factory=list)
-    """Those of them that other stages use too."""
+    """Those of them that later stages use too."""
     interpreter: fx.Interpreter | None = None
     """Runs the graph; made at the first call, because a plan may change modules before."""
 
@@ -207,7 +206,7 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             stage_graph.interpreter.env = {}
         if changed := [path for path, tensor in shared.items() if tensor._version != versions[path]]:
             raise ConfigError(
-                f"inputs{changed[0]}: stage {index} of the pipeline changes it in place, and other stages use it, each "
+                f"inputs{changed[0]}: stage {index} of the pipeline changes it in place, and later stages use it, each "
                 "of which has a tensor of its own; change a copy, or split so that one stage has all that uses it"
             )
         return output if is_last else (call, output)
@@ -310,9 +309,9 @@ def _partition_graph(graph: fx.Graph, stage_of: Mapping[str, int], num_stages: i
         sent = [node for node in nodes if stage_at[node] <= stage < last_use[node]]
         calls = [node for node in nodes if stage_at[node] == stage]
         stage_graphs.append(_stage_graph(calls, received, sent if stage < num_stages - 1 else None))
-    uses = Counter(path for one in stage_graphs for path in one.keywords)
-    for one in stage_graphs:
-        one.shared = [path for path in one.keywords if uses[path] > 1]
+    for stage, one in enumerate(stage_graphs):
+        later = {path for other in stage_graphs[stage + 1 :] for path in other.keywords}
+        one.shared = [path for path in one.keywords if path in later]
     return stage_graphs
 
 
@@ -326,7 +325,10 @@ def _check_changes(graphs: Iterable[fx.Graph], stage_of: Mapping[str, int], num_
             if _is_local(node):
                 name = str(node.target) if node.op == "get_attr" else f"inputs{node.meta['keyword']}"
                 changes = _changes(node)
-                stages.setdefault(name, set()).update(stage_at[user] for user in (*node.users, *changes))
+                at = {stage_at[user] for user in (*node.users, *changes)}
+                if changes and node.op == "placeholder":  # what used it before had the right value
+                    at = {stage for stage in at if stage >= min(stage_at[change] for change in changes)}
+                stages.setdefault(name, set()).update(at)
                 changed.update((name, change) for change in changes[:1])
     for name, change in changed.items():
         if len(stages[name]) > 1:

@@ -96,8 +96,7 @@ class DistributedGradScaler(GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """``outputs``, a tensor or an iterable of tensors, multiplied by the scale; as torch's ``scale``."""
-        self._has_updated = False
-        self._has_scaled = True
+        self._has_updated, self._has_scaled = False, True
         return super().scale(outputs)
 
     def _create_state(self) -> None:

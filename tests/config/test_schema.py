@@ -36,6 +36,9 @@ def test_integers_of_numpy_are_integers():
     config = load({"gradient_accumulation": np.int64(2), "parallel": {"tensor": np.int32(4)}})
     assert config == load({"gradient_accumulation": 2, "parallel": {"tensor": 4}})
     assert {type(config.gradient_accumulation), type(config.parallel.tensor.size)} == {int}
+    assert (
+        load({"parallel": {"tensor": np.int64(2)}}, {"parallel": {"tensor": {"mode": "1d"}}}).parallel.tensor.size == 2
+    )
 
 
 def scaling(precision, *names):
@@ -276,6 +279,9 @@ def test_toml_and_python_files_give_the_same_configuration(tmp_path):
     toml, python, flat, beside = (load(tmp_path / name) for name in texts)
     assert toml == python == flat == load(str(tmp_path / "run.toml"))
     assert (toml.LAYERS, beside.LAYERS, beside.OTHER) == (3, 3, 4)
+    (tmp_path / "beside.py").write_text("seed = 1\n" + texts["run.py"])
+    with pytest.warns(UserWarning, match=r"seed: is no key beside CONFIG in .*; if it is meant as one, write it into"):
+        assert load(tmp_path / "beside.py") == toml
 
 
 def test_the_names_of_a_python_file_have_any_value_that_their_keys_have(tmp_path):
@@ -283,7 +289,8 @@ def test_the_names_of_a_python_file_have_any_value_that_their_keys_have(tmp_path
     (tmp_path / "flat.py").write_text(
         "import torch\nfrom torch import compile\nfrom enum import Enum\nimport random as seed\n"
         "from paramp.amp import AMP_TYPE\nfrom paramp.config.schema import EmaConfig\n"
-        "other, half, missing = Enum('Other', 'A').A, torch.float16, None\n"
+        "other, half, dtype, missing = Enum('Other', 'A').A, torch.float16, torch.float16, None\n"
+        "def compile(model): return model\n"
         "fp16, grad_dtype, hang_timeout, ema = AMP_TYPE.NAIVE, torch.float32, None, EmaConfig(decay=0.5)\n"
     )
     expected = {"fp16": AMP_TYPE.NAIVE, "grad_dtype": torch.float32, "hang_timeout": None, "ema": {"decay": 0.5}}
@@ -312,7 +319,6 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
             "import numpy as np\nprecision = np.float16\n",
             r"precision: got <class 'numpy\.float16'>",
         ),
-        ("run.py", "CONFIG = {}\nseed = 1\n", r"seed: has no effect beside CONFIG in .*run\.py'; write it into CONFIG"),
     ],
 )
 def test_invalid_files_are_errors(tmp_path, name, text, message):

@@ -278,7 +278,7 @@ def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel, a
             with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|failed on this rank alone"):
                 engine.evaluate(x, y)
         later = lambda: engine.evaluate([(x, y)]), lambda: engine.count_tokens([]), lambda: engine.step()
-        for call in (*later, lambda: engine.execute_schedule(iter([(x, y)]))):
+        for call in (*later, lambda: engine.execute_schedule(iter([(x, y)])), lambda: engine.save("nowhere")):
             with pytest.raises(RuntimeError, match="failed on this rank alone"):
                 call()
         all_reduce_(torch.zeros(5, dtype=torch.float64))

@@ -255,6 +255,8 @@ class Given(Two):
         self.gate = nn.ReLU(inplace=True)
 
     def forward(self, x, *, scale):
+        if self.between is None:  # changes it after its last use on another stage
+            return self.two(self.one(x) + scale) * scale.clamp_(min=0)
         return self.two(self.one(x) + self.between(self, scale)) * scale
 
 
@@ -265,6 +267,7 @@ class Given(Two):
         (lambda module, scale: scale.reshape(-1).clamp_(min=0), r"^inputs\['scale'\]: stage 0 .* changes it"),
         (lambda module, scale: module.gate(scale), r"^inputs\['scale'\]: stage 0 .* changes it"),
         (lambda module, scale: scale.clamp(min=0), None),
+        (None, None),
     ],
 )
 def test_a_keyword_input_that_one_stage_changes_and_another_uses_is_refused(between, message):

@@ -72,7 +72,7 @@ def test_gradients_are_summed_in_reduce_dtype_over_every_axis(world):
 def test_fsdp2_alone_sums_over_the_tensor_axis_in_the_dtype_of_the_parameters(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    over_tensor = 1.0 if torch.__version__ < "2.15" else 1 + SMALL
+    over_tensor = 1.0 if torch.__version__ < "2.15.0.dev0" else 1 + SMALL
     for parts, expected in (([1.0, SMALL, 0.0, 0.0], over_tensor), ([1.0, 0.0, SMALL, 0.0], 1 + SMALL)):
         norm = parallelize_module(nn.LayerNorm(4), mesh["tp"], SequenceParallel())
         fully_shard(norm, mesh=mesh["dp"], mp_policy=policy)

@@ -93,7 +93,8 @@ class TrainingState:
                 "another, or pass replace=True to save this one in its place"
             )
         if name in self._left:
-            thing.load_state_dict(self._left.pop(name))
+            thing.load_state_dict(self._left[name])
+            del self._left[name]
         self._tracked[name] = thing
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
@@ -125,6 +126,7 @@ class TrainingState:
 
     def _load(self, fill: Callable[[list[Chunk]], None], header: Header, *, everything: bool) -> None:
         """``fill`` fills chunks from the checkpoint. Without ``everything``, load only weights and buffers."""
+        self._left = {}
         self._model.check_names(header)
         if everything:
             self._optimizer.check_kind(header)
