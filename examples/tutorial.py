@@ -56,4 +56,4 @@ with paramp.launch_from_torch(config) as context, paramp.StopRequest() as stop:
     weights = engine.state_dict()  # the whole model in fp32, on every rank
     if context.is_main:
         torch.save(weights, f"{FOLDER}/model.pt")
-        print(f"all {engine.num_steps} steps are done; the weights of {checkpoints.best()} are in {FOLDER}/model.pt")
+        print(f"all {engine.num_steps} steps are done; weights of {checkpoints.best().name} are in {FOLDER}/model.pt")

@@ -73,8 +73,7 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     """Train on one rank. Returns the exit code."""
     job = settings.train
     check_same(settings)
-    if job.log_dir is not None:
-        check_folder("train.log_dir", user_path(job.log_dir))
+    check_folder("train.log_dir", None if job.log_dir is None else user_path(job.log_dir))
     if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:

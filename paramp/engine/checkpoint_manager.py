@@ -199,10 +199,18 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
     return start
 
 
-def check_folder(name: str, folder: Path) -> None:
-    """Create ``folder``, which is ``name``; a ConfigError on every rank if it cannot be written to. A collective."""
-    if problem := _from_rank_0(functools.partial(_write_problem, folder)):
-        raise ConfigError(f"{name}: {str(folder)!r} cannot be written to: {problem}; choose another folder")
+def check_folder(name: str, folder: Path | None) -> None:
+    """Create rank 0's ``folder``, if it has one; a ConfigError on every rank if it cannot be written to. A collective.
+
+    ``name``: what it is, for the error. Other ranks may have none, or another one.
+    """
+
+    def problem() -> str | None:
+        found = None if folder is None else _write_problem(folder)
+        return found and f"{name}: {str(folder)!r} cannot be written to: {found}; choose another folder"
+
+    if text := _from_rank_0(problem):
+        raise ConfigError(text)
 
 
 def _world() -> dist.ProcessGroup:

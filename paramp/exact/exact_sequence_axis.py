@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.backward_running import in_backward
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.uncompiled import unwatched
@@ -53,7 +54,8 @@ class ExactSequenceAxis(SequenceAxis):
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """As in the base class; modules then know how many tokens there are."""
         own = super().cut(whole, dim)
-        self._forwards.cut_tokens = own.shape[dim]
+        if not in_backward():  # which cuts gradients
+            self._forwards.cut_tokens = own.shape[dim]
         return own
 
     def total(self, count: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,10 @@ Update = Callable[..., None]
 
 
 def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """How many hooks its ``step()`` has, before and after, with those of every optimizer."""
-    of_all = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-    return of_all + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    """How many hooks its ``step()`` has, with those of every optimizer but torch's own, which only watch."""
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    num_of_all = sum(not getattr(hook, "__module__", "").startswith("torch.") for hook in of_all)
+    return num_of_all + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,7 @@ class FusedStep:
     """Whether it calls the optimizer's own ``step()``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: OptimizerWeights) -> None:
-        self._optimizer = optimizer
-        self._weights = weights
+        self._optimizer, self._weights = optimizer, weights
         self._kernel = KERNELS[type(optimizer)]
         self._state = FlatState(optimizer, weights, self._kernel.states, counts_steps=self._kernel.counts_steps)
         self._steps = self._state.steps

@@ -99,12 +99,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
 def check_same_settings(
     optimizers: Sequence[torch.optim.Optimizer], names_of: Mapping[nn.Parameter, list[str]], device: torch.device
 ) -> None:
-    """Check that every rank has the same param groups. A collective.
+    """Check that every rank has the same param groups, and step hooks or none. A collective.
 
     Raises:
         ConfigError: on every rank, with the first difference.
     """
-    local = []
+    from .fused_step import num_step_hooks  # with which an optimizer steps in another way
+
+    local = [(f"step hooks of optimizer[{i}]", str(num_step_hooks(one) > 0)) for i, one in enumerate(optimizers)]
     for place, _, group, key in settings_of(optimizers):
         value = [names_of[one][0] for one in group["params"]] if key == "params" else group[key]
         local.append((place, _comparable(value)))

@@ -424,7 +424,13 @@ def test_what_a_loop_may_do_wrong():
     decoder, second, criterion = converted(AMP_TYPE.TORCH)
     first.backward(criterion(decoder(encoder(x)), y))
     first.step()
-    each_raises(RuntimeError, {r"without its loss scale.*convert an nn\.ModuleList": second.step})
+    each_raises(RuntimeError, {r"may lack its loss scale.*convert one module whose forward calls them": second.step})
+    second.zero_grad()
+    for _ in range(2):  # also with the gradients of a step
+        scaled = second.scaler.scale(criterion(decoder(x), y).mean())
+        second.zero_grad()
+        scaled.backward()
+        assert second.step().stepped
     second.zero_grad()
     second.scaler.scale(criterion(decoder(x), y)).backward()
     assert second.step().stepped
@@ -432,6 +438,23 @@ def test_what_a_loop_may_do_wrong():
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.module[3].weight))
     with pytest.raises(RuntimeError, match=r"'3\.weight' was changed in its step\(\), as by a step hook"):
         train(model, optimizer, criterion, data(1))
+
+
+@on_ranks(2)
+def test_a_stage_whose_backward_is_not_the_optimizers_has_the_scale_of_the_last_one(world):
+    """As in a pipeline of torch's: the last rank alone scales a loss."""
+    model, optimizer, criterion = converted(AMP_TYPE.TORCH, None, nn.MSELoss(), model=nn.Linear(4, 4))
+    output = model(torch.ones(2, 4))
+    if world.rank:
+        optimizer.backward(0.01 * criterion(output, torch.ones(2, 4)))
+    else:
+        torch.autograd.backward(output, torch.full_like(output, 0.01 * optimizer.scaler.get_scale()))
+    assert optimizer.step().stepped
+    output = model(torch.ones(2, 4))
+    optimizer.zero_grad()
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="may lack its loss scale"):
+        optimizer.step()
 
 
 class Moving(torch.optim.SGD):

@@ -165,6 +165,27 @@ def test_hooks_of_every_optimizer_run_in_a_step(register):
     assert len(calls) == 1
 
 
+@on_ranks(2)
+def test_hooks_on_one_rank_alone_and_those_of_torch(world):
+    def make(parameters):
+        optimizer = sgd(parameters)
+        if world.rank:
+            optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    def watch(*_):
+        pass
+
+    watch.__module__ = "torch.profiler"
+    handle = register_optimizer_step_post_hook(watch)
+    with paramp.launch_from_torch({"parallel": {"data": 2}}):
+        with pytest.raises(paramp.ConfigError, match=r"rank 0 has step hooks of optimizer\[0\] = False, but rank 1"):
+            engine_of(nn.Linear(4, 4), optimizer=make)
+        calls = [update.calls_optimizer for update in engine_of(nn.Linear(4, 4))._optimizer_step.updates]
+    handle.remove()
+    assert calls == [False]
+
+
 TAKEN = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
 TAKEN -= {"Optimizer", "LBFGS", "SparseAdam"}
 

@@ -241,7 +241,7 @@ def test_a_finished_run_of_the_tutorial_says_so_when_it_is_repeated(tmp_path, mo
     for is_first in (True, False):
         *before, last = execute("docs/tutorial.md", source)[0].splitlines()
         assert len(before) == is_first
-        assert last == "all 2 steps are done; the weights of runs/tutorial/step-00000002 are in runs/tutorial/model.pt"
+        assert last == "all 2 steps are done; weights of step-00000002 are in runs/tutorial/model.pt"
 
 
 @on_ranks(2)

@@ -82,7 +82,8 @@ def check_divisible(module: nn.Module, styles: Mapping[str, ParallelStyle], size
             if isinstance(layer, nn.Linear) and isinstance(style, kind) and getattr(layer, features) % size:
                 has = f"{name!r} has {features} {getattr(layer, features)}"
                 raise ConfigError(f"plan: {has}, expected a multiple of parallel.tensor.size {size}")
-    _check_dropout(module, styles)
+    if size > 1:
+        _check_dropout(module, styles)
 
 
 def _check_dropout(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:

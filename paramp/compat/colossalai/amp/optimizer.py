@@ -142,6 +142,16 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     clip_grad_norm_ = clip_grad_norm
 
+    def _misses_scale(self, without: bool) -> bool:
+        """Whether a rank has gradients, which this one is ``without`` or not, and none has scaled a loss; a collective.
+
+        In a pipeline only the last rank scales one.
+        """
+        flags = torch.tensor([float(not without), float(self.scaler._has_scaled)], device=self._compute.device)
+        self.scaler.agree(flags)
+        some_gradient, scaled = flags.tolist()
+        return bool(some_gradient) and not scaled
+
     @torch.no_grad()
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then update the scale.
@@ -160,11 +170,11 @@ class AmpOptimizer(torch.optim.Optimizer):
         without = all(parameter.grad is None for parameter in self._weights.parameters)
         if without and not self.scaler.in_group():
             raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
-        if self.scaler.is_enabled() and not self.scaler._has_scaled and not without:
+        if self.scaler.is_enabled() and self._misses_scale(without):
             raise RuntimeError(
-                "step: the gradients are of no backward of this optimizer, and without its loss scale, by which it "
+                "step: the gradients are of no backward of this optimizer, and may lack its loss scale, by which it "
                 "would divide them; call its backward(loss), or run your own backward of optimizer.scaler.scale(loss); "
-                "if one loss trains several models, convert an nn.ModuleList of them, with one optimizer"
+                "if one loss trains several models, convert one module whose forward calls them, with one optimizer"
             )
         scale = self.scaler.get_scale()
         norm_weights = self._norm_weights() if self.precision.log_num_zeros else None
@@ -202,8 +212,9 @@ class AmpOptimizer(torch.optim.Optimizer):
         if not set_to_none:
             for parameter, gradient in zip(self._weights.parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else torch.zeros_like(gradient)
+        if not self._spent and any(gradient is not None for gradient in gradients):
+            self.scaler._has_scaled = False  # of a backward without a step
         self._spent, self._found_inf, self._norm = False, None, None
-        self.scaler._has_scaled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: raises a RuntimeError, because the groups are fixed when the optimizer is converted."""
