@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..base.dtensor import local
+from ..base.dtensor import local, version
 from ..observe.bit_hash import hash_bits
 from ..optim.masters_outside_buffers import ParameterMasters, follow_changes, write_back
 
@@ -23,6 +23,23 @@ class ChangeableMasters(ParameterMasters):
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor) -> None:
         super().__init__(weight, stepped)
         self.note_rounding()
+        self.note_version()
+
+    def note_version(self) -> None:
+        """Record that the master has what was written to the weight so far."""
+        self._version = version(self.weight)
+
+    @torch.no_grad()
+    def take_up_broadcast(self) -> None:
+        """Before the first step: set the master to the weight's values, if the weight was written to.
+
+        DistributedDataParallel broadcasts rank 0's rounded weights. Every rank, including rank 0, then has to set its
+        masters to them, so a write counts even if it did not change the values.
+        """
+        if self.has_master and (version(self.weight) != self._version or self.weight_has_changed()):
+            local(self.stepped).copy_(local(self.weight))
+            self.note_rounding()
+            self.note_version()
 
     def note_rounding(self) -> None:
         """Record that the weight is its master's rounding now."""

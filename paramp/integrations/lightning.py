@@ -158,13 +158,24 @@ class TrainerPrecision(LightningPrecision):
         return result
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step."""
+        """Divide the gradients of ``optimizer`` by the loss scale, unless that was done since the last step.
+
+        Raises:
+            RuntimeError: in modes with masters, another optimizer has divided one of them since the last backward.
+        """
         bare = _bare(optimizer)
         if self._masters is None or self._scale.has_unscaled(bare):
             super().unscale_gradients(bare)
-        else:
-            with self._masters.unscaling(bare):
-                super().unscale_gradients(bare)
+            return
+        done = [one for one in self._scale.unscaled_of(bare) if one.grad is not None]
+        if done and self._scale.is_enabled():
+            raise RuntimeError(
+                f"optimizer: a parameter of shape {tuple(done[0].shape)} is in another optimizer too, which has "
+                "unscaled its gradient since the last backward; call self.manual_backward(loss) before the step of "
+                "each, or keep each parameter in one"
+            )
+        with self._masters.unscaling(bare):
+            super().unscale_gradients(bare)
 
     def main_params(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         """The parameters that are clipped: one, whose unscaled gradient represents the whole model's."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from torch import nn
 
 from ..base.dtensor import is_dtensor, local, own_part, version
 from ..base.errors import ConfigError
+from ..base.module_surgery import names_by_parameter
 from ..base.wrapped_models import plain_name
 from ..optim.masters import follow
 from ..optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
-from ..optim.user_changes.refused_changes import changed_in_step
+from ..optim.user_changes.refused_changes import refusing_changes
 
 
 class ModuleMasters:
@@ -38,7 +39,8 @@ class ModuleMasters:
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
         self._rounded: set[torch.Tensor] = set()  # the weights of which they were rounded from the masters' gradients
-        self._versions: dict[torch.Tensor, int] = {}  # of the weights whose masters are being stepped
+        self._names: dict[torch.Tensor, str] = {}  # what errors call parameters
+        self._stepping = ExitStack()  # closed at the end of a step
 
     @staticmethod
     def of(module: nn.Module) -> ModuleMasters:
@@ -63,6 +65,7 @@ class ModuleMasters:
         ``replicas``: the ranks of DistributedDataParallel, which has broadcast the weights of the first of them,
         rounded. The masters are broadcast here.
         """
+        self._names = {one: repr(names[0]) for one, names in names_by_parameter(self._module).items()}
         for one in self._held(optimizer):
             one.stepped.data = one.stepped.data.to(one.weight.device)
             if replicas is not None and not is_dtensor(one.stepped):
@@ -70,7 +73,7 @@ class ModuleMasters:
                 dist.broadcast(value, group=replicas, group_src=0)
                 one.stepped.detach().copy_(value)
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda one, *_: self._after_step(one))
+        optimizer.register_step_post_hook(lambda *_: self._stepping.close())
         optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
         optimizer.register_load_state_dict_post_hook(self._put_weights)
         if optimizer.state:  # which some constructors make, in the weights' dtype
@@ -156,6 +159,7 @@ class ModuleMasters:
         self._weights.clear()
         self._given.clear()
         self._rounded.clear()
+        self._names.clear()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the masters' gradients, also if the step was skipped."""
@@ -174,18 +178,15 @@ class ModuleMasters:
         self.take_changes(optimizer)
         held = self._held(optimizer)
         follow_changes(held)
-        self._versions = {one.weight: version(one.weight) for one in held}
+        named = [(self._names.get(one.weight, "a parameter of another module"), one.weight) for one in held]
+        self._stepping = ExitStack()  # another one, because a step that failed has not closed it
+        self._stepping.callback(self._after_step, optimizer)
+        self._stepping.enter_context(refusing_changes(named))
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        changed = {weight for weight, count in self._versions.items() if version(weight) != count}
-        self._versions = {}
         write_back(self._held(optimizer))
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)
-        if changed:
-            raise changed_in_step(
-                next(repr(name) for name, one in self._named(self._module, "") if one.weight in changed)
-            )
 
     def _held(self, optimizer: torch.optim.Optimizer) -> list[ParameterMasters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -98,10 +98,15 @@ class SharedGradScaler(DistributedGradScaler):
         """Whether the gradients of ``optimizer`` were unscaled since the last backward."""
         return id(optimizer) in self._unscaled
 
+    def unscaled_of(self, optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+        """Those parameters of ``optimizer`` that were unscaled since the last backward, also with another optimizer."""
+        unscaled = self._unscaled_parameters()
+        return unscaled and unscaled.intersection(_parameters([optimizer]))
+
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         optimizer, _, found_inf, *_ = args
         # Those of another optimizer too, or of a step before, must not be divided twice.
-        done = dense_gradients(_parameters([optimizer]) & self._unscaled_parameters())
+        done = dense_gradients(self.unscaled_of(optimizer))
         values = [gradient.clone() for gradient in done]
         flags = super()._unscale_grads_(*args)
         for gradient, value in zip(done, values, strict=True):
@@ -120,7 +125,7 @@ class SharedGradScaler(DistributedGradScaler):
         if self._per_optimizer_states[key]["stage"] is OptState.STEPPED:
             del self._per_optimizer_states[key]
         if self._per_optimizer_states[key]["stage"] is OptState.READY:
-            if self._unscaled_parameters() & _parameters([optimizer]):
+            if self.unscaled_of(optimizer):
                 self._unscale(optimizer)  # a fused step would divide all gradients
             else:
                 self._unscaled.pop(key, None)
@@ -183,7 +188,7 @@ class SharedGradScaler(DistributedGradScaler):
         return dense_gradients({parameter for model in self.models for parameter in model.parameters()} - unscaled)
 
     def _unscaled_parameters(self) -> set[torch.Tensor]:
-        return _parameters(self._unscaled.values())
+        return set(_parameters(self._unscaled.values()))
 
     def get_scale(self) -> float:
         """The factor for the next loss; reading it synchronises with the device."""
@@ -225,9 +230,8 @@ def plain_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> set[torch.Tensor]:
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {parameter for group in groups for parameter in group["params"]}
+def _parameters(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    return (parameter for one in optimizers for group in one.param_groups for parameter in group["params"])
 
 
 def device_types(models: Collection[nn.Module]) -> list[str]:

@@ -232,6 +232,7 @@ def test_masters_hold_the_weights_from_before_they_were_rounded():
     optimizer.step()
     assert holds(weight, 1.75 + 2.0**-20)
     assert holds(model.weight, 1.75)
+    optimizer.zero_grad()
     model.load_state_dict({"weight": torch.full((1, 4), 2.0 + 2.0**-20), "bias": torch.zeros(1)})
     weight.data.add_(1.0)
     optimizer.step()
@@ -650,7 +651,14 @@ def test_a_backward_that_never_reaches_the_masters_is_refused(set_to_none):
     optimizer.step()
     learn(model, optimizer)
     optimizer.step()
-    optimizer.step()  # of the same gradients, which are spent
+    with pytest.raises(AmpError, match="no backward since the last step"):  # whose gradients are spent
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    optimizer.step()
+    learn(model, optimizer, float("inf"))
+    optimizer.step()
+    with pytest.raises(AmpError, match="no backward since the last step"):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
     model(ONES).sum().backward()
     with pytest.raises(AmpError, match="masters have none"):

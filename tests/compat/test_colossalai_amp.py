@@ -10,6 +10,7 @@ import pytest
 import small_mlp
 import torch
 import torch.distributed as dist
+from counting import Collectives
 from families import rarely
 from pool import on_ranks
 from reference import local, whole
@@ -449,12 +450,16 @@ def test_a_stage_whose_backward_is_not_the_optimizers_has_the_scale_of_the_last_
         optimizer.backward(0.01 * criterion(output, torch.ones(2, 4)))
     else:
         torch.autograd.backward(output, torch.full_like(output, 0.01 * optimizer.scaler.get_scale()))
-    assert optimizer.step().stepped
+    with Collectives() as inside:
+        assert optimizer.step().stepped
+    assert inside.counts == {"allreduce": 1}
     output = model(torch.ones(2, 4))
     optimizer.zero_grad()
     output.sum().backward()
+    before = copy.deepcopy(model.module.state_dict())
     with pytest.raises(RuntimeError, match="may lack its loss scale"):
         optimizer.step()
+    torch.testing.assert_close(model.module.state_dict(), before, rtol=0, atol=0)
 
 
 class Moving(torch.optim.SGD):

@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -300,6 +301,32 @@ def test_what_the_plugin_refuses(world):
         module.clips = clips
         with pytest.raises(RuntimeError, match=message):
             fit(module, None, "auto", 1, gradient_clip_val=None, plugin=used)
+
+    class Shared(trained_module()):
+        """Two optimizers of the same parameters step after each backward, or after each other backward."""
+
+        automatic_optimization = False
+
+        def training_step(self, data, index):
+            for number, optimizer in enumerate(self.optimizers()):
+                if number == 0 or self.is_each:
+                    self.zero_grad()
+                    self.manual_backward(super().training_step(data, index))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=LR) for _ in range(2)]
+
+    for mode, is_each, cannot in (
+        (NAIVE, False, pytest.raises(RuntimeError, match=r"parameter of shape .* is in another optimizer too")),
+        (NAIVE, True, nullcontext()),
+        ("16-mixed", False, nullcontext()),
+        ("bf16-naive", False, nullcontext()),
+    ):
+        module = Shared()
+        module.is_each = is_each
+        with cannot:
+            fit(module, mode, "auto", 1, max_epochs=1, gradient_clip_val=None)
 
     class Clearing(trained_module()):
         """A change in a hook that Lightning's own plugins would keep."""

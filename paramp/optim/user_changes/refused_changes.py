@@ -89,12 +89,7 @@ def refusing_changes(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[No
     yield
     for (what, weight), then in zip(weights, before, strict=True):
         if version(weight) != then:
-            raise changed_in_step(what)
-
-
-def changed_in_step(what: str) -> RuntimeError:
-    """The error for the weight ``what``, which was changed in an optimizer's own step."""
-    return RuntimeError(
-        f"optimizer: {what} was changed in its step(), as by a step hook, but the step writes over it; change what "
-        "optimizer.param_groups hold there, or weights after the step"
-    )
+            raise RuntimeError(
+                f"optimizer: {what} was changed in its step(), as by a step hook, but the step writes over it; change "
+                "what optimizer.param_groups hold there, or weights after the step"
+            )

@@ -148,32 +148,40 @@ class ApexOptimizer:
         if self.overflows:
             self._skip()
             return None
-        if used := [weight for weight in self.weights if weight.was_used_by_other(self)]:
+        masters = [weight for weight in self.weights if weight.has_master]
+        used = [weight for weight in masters if weight.was_used]
+        if others := [weight for weight in used if weight.used_by is not self]:
             raise AmpError(
-                f"optimizer.step(): a parameter of shape {tuple(used[0].weight.shape)} is in another optimizer too, "
+                f"optimizer.step(): a parameter of shape {tuple(others[0].weight.shape)} is in another optimizer too, "
                 "whose step() has used the gradient of its fp32 master; run a backward for this optimizer, or keep "
                 "each parameter in one"
             )
+        if used and all(weight.stepped.grad is None for weight in masters):
+            raise AmpError(
+                "optimizer.step(): no backward since the last step, which has used the gradients of the fp32 masters; "
+                "run `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` before each step"
+            )
         follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
-        with_masters = [
-            (f"a parameter of shape {tuple(weight.weight.shape)}", weight.weight)
-            for weight in self.weights
-            if weight.has_master
-        ]
+        with_masters = [(f"a parameter of shape {tuple(one.weight.shape)}", one.weight) for one in masters]
         with refusing_changes(with_masters):
             result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
         round_to_weights(self.weights)
-        for weight in self.weights:
-            if weight.has_master:
-                weight.note_step(self)
-        drop_gradients(self.weights)  # model.zero_grad(), which scripts may call, does not drop them
+        for weight in masters:
+            weight.note_version()
+        self._drop_gradients()
         return result
+
+    def _drop_gradients(self) -> None:
+        """Free the masters' gradients: model.zero_grad(), which scripts may call, does not drop them."""
+        drop_gradients(self.weights)
+        for weight in self.weights:
+            weight.used_by = self
 
     def _skip(self) -> None:
         for loss_id, what in self.overflows.items():
             print_on_main(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {what}")
         self.overflows.clear()
-        drop_gradients(self.weights)
+        self._drop_gradients()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else a scheduler's first step warns
 
     def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,12 +29,12 @@ class AmpWeight(ChangeableMasters):
         self._accumulates = False  # during a backward, whether the weight has a delayed gradient of an earlier one
         self._stash: torch.Tensor | None = None  # during a backward, the unscaled gradient of earlier losses
         self._spent: int | None = None  # the version of the weight's gradient that was moved to the master
-        self._stepped_by: object = None  # the optimizer that has used that gradient
-        self.note_version()
+        self.used_by: object = None  # the optimizer whose step, or skipped step, has used that gradient
 
     def note_version(self) -> None:
         """Record the current versions of weight and master as consistent."""
-        self._version, self._master_version = self.weight._version, self.stepped._version
+        super().note_version()
+        self._master_version = self.stepped._version
 
     @property
     def has_changed_master(self) -> bool:
@@ -59,18 +59,6 @@ class AmpWeight(ChangeableMasters):
                 "move the model before amp.initialize, not after"
             )
 
-    def adopt(self) -> None:
-        """Set the master to the weight's values, if the weight was written to since the master was made.
-
-        DistributedDataParallel broadcasts rank 0's weights. Every rank, including rank 0, then has to set its masters
-        to them, so a write counts even if it did not change the values.
-        """
-        weight, master = local(self.weight).detach(), local(self.stepped).detach()
-        if self.has_master and (self.weight._version != self._version or self.weight_has_changed()):
-            master.copy_(weight)
-            self.note_rounding()
-            self.note_version()
-
     def begin(self, scale: float) -> None:
         """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients.
 
@@ -93,16 +81,12 @@ class AmpWeight(ChangeableMasters):
     def take_gradient(self) -> None:
         super().take_gradient()
         self._spent = None if self.weight.grad is None else self.weight.grad._version
-        self._stepped_by = None
+        self.used_by = None
 
-    def note_step(self, optimizer: object) -> None:
-        """Record a step of the master by ``optimizer``, which was rounded to the weight."""
-        self.note_version()
-        self._stepped_by = optimizer
-
-    def was_used_by_other(self, optimizer: object) -> bool:
-        """Whether another optimizer has stepped with the gradient that the weight has, and dropped the master's."""
-        return self._stepped_by not in (None, optimizer) and self.weight.grad is not None
+    @property
+    def was_used(self) -> bool:
+        """Whether :attr:`used_by` has stepped with the gradient that the weight has, and dropped the master's."""
+        return self.used_by is not None and self.weight.grad is not None
 
     @property
     def is_bypassed(self) -> bool:
@@ -135,7 +119,7 @@ class AmpWeight(ChangeableMasters):
         self.scale = self._stash = None
         self.is_incomplete = False
         if self.has_master:
-            self.stepped.grad = self._spent = self._stepped_by = None
+            self.stepped.grad = self._spent = self.used_by = None
             if set_to_none or self.weight.grad is None:
                 self.weight.grad = None
             else:
@@ -167,4 +151,4 @@ def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
     for weight in weights:
         if not weight.checked:
             weight.check(current)
-            weight.adopt()
+            weight.take_up_broadcast()

@@ -107,8 +107,7 @@ def convert_to_amp(
 
     Raises:
         ConfigError: an unknown mode or option, or the model and the optimizer cannot be converted, or already are, as
-            long as the earlier :class:`AmpOptimizer` exists.
-            Neither was changed then.
+            long as the earlier :class:`AmpOptimizer` exists. Neither was changed then.
     """
     precision = _parse(mode, amp_config)
     _check_arguments(model, optimizer, criterion, precision)
@@ -209,7 +208,7 @@ def _check_arguments(model: Any, optimizer: Any, criterion: Any, precision: Prec
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"model: {name!r} is on the meta device; materialize it first, or use paramp.initialize")
-    if _first_converted(model):
+    if _optimizers:
         gc.collect()  # a scheduler holds a deleted optimizer in a cycle
     if known := _first_converted(model):
         raise ConfigError(

@@ -22,7 +22,7 @@ from ....scaling.grad_norm import count_zeros, norm_weight, positive, total_norm
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling_options import LossScaling
 from ....scaling.step_decision import clip_coefficient
-from .weights import Weights
+from .weights import Weights, is_distributed
 
 expect("torch._foreach_mul_")
 
@@ -50,7 +50,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._weights = weights
         self._compute = compute
         self._spent = False  # whether the gradients have been used in a step
-        self._found_inf: torch.Tensor | None = None  # set when the gradients are unscaled
+        # When the gradients are unscaled: whether one is not finite, there are any, a loss was scaled; on any rank.
+        self._flags: torch.Tensor | None = None
         self._norm: float | None = None
         self._in_place = SteppedInPlace(optim, weights.of_dtensors)
         self._guard = StepGuard(
@@ -108,7 +109,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self._weights.check_replaced()
         if self._spent:
             self.zero_grad()
-        if self._found_inf is not None:
+        if self._flags is not None:
             raise RuntimeError(
                 "backward: the gradients are unscaled already, so scaled ones cannot be added; call step() or "
                 "zero_grad() after clip_grad_norm, before the next backward"
@@ -142,16 +143,6 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     clip_grad_norm_ = clip_grad_norm
 
-    def _misses_scale(self, without: bool) -> bool:
-        """Whether a rank has gradients, which this one is ``without`` or not, and none has scaled a loss; a collective.
-
-        In a pipeline only the last rank scales one.
-        """
-        flags = torch.tensor([float(not without), float(self.scaler._has_scaled)], device=self._compute.device)
-        self.scaler.agree(flags)
-        some_gradient, scaled = flags.tolist()
-        return bool(some_gradient) and not scaled
-
     @torch.no_grad()
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Step, or skip the step on every rank if a gradient of any rank is not finite; then update the scale.
@@ -167,26 +158,25 @@ class AmpOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 "step: no backward since the last step; call backward(loss), or zero_grad() before your own backward"
             )
-        without = all(parameter.grad is None for parameter in self._weights.parameters)
-        if without and not self.scaler.in_group():
+        if not (self._has_gradient() or self.scaler.in_group()):
             raise RuntimeError("step: no parameter has a gradient; call backward(loss) with the converted model's loss")
-        if self.scaler.is_enabled() and self._misses_scale(without):
-            raise RuntimeError(
-                "step: the gradients are of no backward of this optimizer, and may lack its loss scale, by which it "
-                "would divide them; call its backward(loss), or run your own backward of optimizer.scaler.scale(loss); "
-                "if one loss trains several models, convert one module whose forward calls them, with one optimizer"
-            )
         scale = self.scaler.get_scale()
         norm_weights = self._norm_weights() if self.precision.log_num_zeros else None
         gradients = self._unscaled()
-        assert self._found_inf is not None
-        found_inf, zeros = self._found_inf, None
+        assert self._flags is not None
+        found_inf, zeros = self._flags[0], None
+        overflow, has_gradient, has_scaled = map(bool, self._flags.tolist())
+        if self.scaler.is_enabled() and has_gradient and not has_scaled:
+            raise RuntimeError(
+                "step: the gradients are of no backward of this optimizer, and may lack its loss scale, by which it "
+                "divides them; call its backward(loss), or run your own backward of optimizer.scaler.scale(loss); "
+                "if one loss trains several models, convert one module whose forward calls them, with one optimizer"
+            )
         if norm_weights is not None:
             part = count_zeros(gradients, self._present(norm_weights), found_inf.device)
-            if _is_distributed():
+            if is_distributed():
                 dist.all_reduce(part)
             zeros = round(float(part))
-        overflow = bool(found_inf)
         if not overflow:
             self._weights.follow_changes()
             with self._guard, refusing_changes(self._weights.with_masters):
@@ -199,9 +189,9 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.num_steps += not overflow
         self.num_skipped += overflow
         result = StepResult([scale, float(overflow), self._norm, zeros, None], with_zeros=zeros is not None)
-        self._spent, self._found_inf, self._norm = True, None, None
+        self._spent, self._flags, self._norm = True, None, None
         self.scaler._has_scaled = False
-        if self.precision.verbose and self.scaler.get_scale() != scale and not (_is_distributed() and dist.get_rank()):
+        if self.precision.verbose and self.scaler.get_scale() != scale and not (is_distributed() and dist.get_rank()):
             print(f"paramp: loss scale changes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return result
 
@@ -214,7 +204,7 @@ class AmpOptimizer(torch.optim.Optimizer):
                 parameter.grad = None if gradient is None else torch.zeros_like(gradient)
         if not self._spent and any(gradient is not None for gradient in gradients):
             self.scaler._has_scaled = False  # of a backward without a step
-        self._spent, self._found_inf, self._norm = False, None, None
+        self._spent, self._flags, self._norm = False, None, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: raises a RuntimeError, because the groups are fixed when the optimizer is converted."""
@@ -239,19 +229,24 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.zero_grad()
 
     def _unscaled(self) -> list[torch.Tensor]:
-        """The gradients of the stepped tensors, plain and unscaled; the first call agrees on whether all are finite."""
-        if self._found_inf is None:
+        """The stepped tensors' gradients, plain and unscaled; in the first call the ranks agree on the flags."""
+        if self._flags is None:
             parameters = self._weights.parameters
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-            found_inf = torch.zeros((), device=self._compute.device)
+            has_scaled = self.scaler._has_scaled  # in a pipeline on the last rank only
+            flags = torch.tensor([0.0, float(self._has_gradient()), float(has_scaled)], device=self._compute.device)
+            found_inf = flags[0]
             complete_and_check(parameters, found_inf)
             gradients = self._weights.load_gradients()
             unscale_and_check_(gradients, torch.full_like(found_inf, 1.0 / self.scaler.get_scale()), found_inf)
-            self.scaler.agree(found_inf)
-            self._found_inf = found_inf
+            self.scaler.agree(flags)
+            self._flags = flags
         return self._present([stepped.grad for stepped in self._weights.stepped])
+
+    def _has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._weights.parameters)
 
     def _present(self, values: Sequence[Any]) -> list[Any]:
         """Those of ``values``, one for each stepped tensor, whose tensor has a gradient."""
@@ -261,7 +256,3 @@ class AmpOptimizer(torch.optim.Optimizer):
     def _norm_weights(self) -> list[float]:
         context = current_context()
         return [norm_weight(parameter, context) for parameter in self._weights.parameters]
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....base.dtensor import is_dtensor, local, version
+from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, moved, stored_dtype, trained_and_frozen
 from ....optim.flat_gradients import STORAGE
 from ....optim.flat_weights import cast_weights
@@ -47,7 +47,7 @@ class Weights:
         of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
         self.of_dtensors = {name: one.stepped for name, one in of_dtensors}
         self._memory = self._current_memory()
-        self._versions = [version(one.weight) for one in self._weights]  # of masters not stepped nor loaded yet
+        self._is_new = True  # the masters were not stepped nor loaded yet
         self._model_parameters = ModelParameters(module)
 
     def _current_memory(self) -> dict[str, tuple[int, int]]:
@@ -116,26 +116,15 @@ class Weights:
 
     def follow_changes(self) -> None:
         """Update masters whose weights were changed in place; before each step."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._take_up_broadcast()
+        if self._is_new and is_distributed():
+            for one in self._weights:
+                one.take_up_broadcast()
         follow_changed_weights(self._weights)
-
-    @torch.no_grad()
-    def _take_up_broadcast(self) -> None:
-        """Before the first step: set masters to weights that were written to.
-
-        DistributedDataParallel broadcasts rank 0's rounded weights. Every rank, including rank 0, then has to set its
-        masters to them, so a write counts even if it did not change the values.
-        """
-        for one, count in zip(self._weights, self._versions, strict=False):  # no versions after the first step
-            if one.has_master and version(one.weight) != count:
-                local(one.stepped).copy_(local(one.weight))
-                one.note_rounding()
 
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
         round_to_weights(self._weights)
-        self._versions = []
+        self._is_new = False
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters."""
@@ -148,20 +137,26 @@ class Weights:
 
 
 def to_be_stepped(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """What :class:`Weights` would step for each trained parameter, by name: itself, or else an empty tensor."""
+    """What :class:`Weights` would step for each trained parameter, by name: itself, or else another tensor."""
     stepped: dict[str, torch.Tensor] = {}
+    original = torch.empty(0) if precision.masters else None
     for path, child in module.named_modules():
         for name, parameter in child.named_parameters(path, recurse=False):
             keep = precision.keep_batchnorm_fp32
             dtype = stored_dtype(child, name, parameter, precision.weights, keep_batchnorm_fp32=keep)
-            has_master = precision.masters and dtype.itemsize < 4
-            is_kept = parameter.dtype is dtype and not has_master and not is_dtensor(parameter)
             if parameter.requires_grad:
-                stepped[name] = parameter if is_kept else torch.empty(0)
+                stored = parameter if parameter.dtype is dtype else nn.Parameter(torch.empty(0, dtype=dtype))
+                stepped[name] = _stepped_for(stored, original)
     return stepped
 
 
 def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.Parameter:
+    """What is stepped for ``parameter``, in its dtype of the mode; ``original``: its value before the cast to that."""
     if original is not None and parameter.dtype.itemsize < 4:
         return nn.Parameter(original.to(torch.float32))  # an fp32 original has no other user and is not copied
     return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
+
+
+def is_distributed() -> bool:
+    """Whether there are several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
