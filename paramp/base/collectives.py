@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import wait_for_gloo_at_exit  # noqa: F401  # processes with collectives end once gloo's threads rest
+from .dtensor import as_real
 from .torch_internals import expect, replace_kernels
 
 expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")
@@ -108,7 +109,7 @@ def start_reduce_scatter(
         Waits for completion; do not touch ``whole`` before.
     """
     if whole.is_complex():
-        whole, own = (torch.view_as_real(one).view(-1) for one in (whole, own))
+        whole, own = as_real(whole).view(-1), as_real(own).view(-1)
         dtype = None if dtype is None else torch.promote_types(dtype, whole.dtype)
     cast_ = dtype not in (None, whole.dtype)
     part = torch.empty_like(own, dtype=dtype) if cast_ else own  # in place, which gloo and NCCL support

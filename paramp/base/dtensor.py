@@ -1,4 +1,4 @@
-"""Local tensors of DTensors, DTensors of local tensors, and dense memory."""
+"""Local tensors of DTensors, DTensors of local tensors, dense memory, and real parts of complex numbers."""
 
 from __future__ import annotations
 
@@ -47,6 +47,19 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     ``expand()``, so that it could not be written to; or if they are to be conjugated or negated yet."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous() if torch._debug_has_internal_overlap(tensor) == 1 else tensor
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; a complex one with its real and imaginary parts along a last dim.
+
+    In the same memory, unless it is to be conjugated yet.
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether the elements are floating-point or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def wrap(

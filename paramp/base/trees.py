@@ -52,32 +52,6 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-NUMBERS_AND_TEXT = (int, float, complex, str, bytes, type(None))
-"""Hold no tensors."""
-
-
-def held_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tree and in the attributes of its leaves, except modules, and of their attributes."""
-    seen: dict[int, Any] = {}
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif id(one) not in seen and not isinstance(one, NUMBERS_AND_TEXT) and not callable(one):
-            seen[id(one)] = one
-            parts = children(one)
-            waiting += (attributes(one) if parts is None else parts).values()
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """The attributes that ``value`` itself has, in its ``__dict__`` or in slots."""
-    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = {name for own in slots for name in ([own] if isinstance(own, str) else own)}
-    found = {name: getattr(value, name) for name in sorted(names) if hasattr(value, name)}
-    return found | getattr(value, "__dict__", {})
-
-
 def children(tree: Any) -> dict[Any, Any] | None:
     """The direct parts of ``tree`` by index, key or field; None for a leaf."""
     if isinstance(tree, torch.Tensor) or (isinstance(tree, tuple) and isinstance(tree, torch.Size)):

@@ -125,7 +125,8 @@ def _is_setting(name: str, value: Any, known: Sequence[str]) -> bool:
     if name in known:
         is_helper = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, type))  # torch.compile
         return not is_helper and getattr(value, "__name__", "") != name
-    is_of_some = value is None or isinstance(value, torch.dtype)
+    is_class = isinstance(value, type) and name.islower() and value.__name__ != name  # numpy.float16, not a helper
+    is_of_some = value is None or isinstance(value, torch.dtype) or is_class
     return is_of_some and bool(difflib.get_close_matches(name, known, n=1, cutoff=NEAR))
 
 

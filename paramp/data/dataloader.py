@@ -183,7 +183,8 @@ def _sharded_samplers(loader: DataLoader[Any], make: Callable[[Iterable[Any], bo
 def _samplers_that_shard(loader: DataLoader[Any]) -> list[Any]:
     """The samplers of ``loader`` that shard over ranks themselves, such as ``DistributedSampler``."""
     candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
+    shard = [sampler for sampler in candidates if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")]
+    return [*{id(sampler): sampler for sampler in shard}.values()]  # torch's batch sampler has that of its loader
 
 
 def _check_sharding_is_possible(loader: DataLoader[Any], rank: int, size: int) -> None:

@@ -23,6 +23,9 @@ from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
 
 T_co = TypeVar("T_co", covariant=True)
+TOLD = "_paramp_told"
+"""The attribute of a sampler of the user's: its epoch after the last iteration of a loader began. Another is of the
+script's ``set_epoch``."""
 
 
 @dataclass(eq=False)
@@ -39,13 +42,18 @@ class LoaderPosition:
     _items_per_batch: int
     """The sampler's items in one batch."""
     own_samplers: list[Any] = field(default_factory=list)
-    """Samplers of the user's that shard by themselves; each iteration tells them the epoch."""
+    """Samplers of the user's that shard by themselves; each iteration tells them the epoch, unless the script has told
+    them another one since the last iteration."""
     begins_anew: bool = field(init=False, default=False)
     """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
     skip: int = field(init=False, default=0)
     """How many batches of its epoch the next iteration leaves out: those before a loaded position."""
     _current: _EpochIterator | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        for sampler in self.own_samplers:
+            vars(sampler).setdefault(TOLD, _epoch_of(sampler))
 
     @property
     def _next_epoch(self) -> int:
@@ -75,7 +83,9 @@ class LoaderPosition:
         epoch = self._next_epoch
         self._next = epoch + 1
         for sampler in self.own_samplers:
-            sampler.set_epoch(epoch)
+            if _epoch_of(sampler) == vars(sampler)[TOLD]:
+                sampler.set_epoch(epoch)
+            vars(sampler)[TOLD] = _epoch_of(sampler)
         self._generator.manual_seed(derive_seed(self._seed, epoch))
         if self.sampler is not None:
             self.sampler.skip = skip * self._items_per_batch
@@ -91,6 +101,7 @@ class LoaderPosition:
     def aside(self) -> Iterator[None]:
         """A context in which an iteration is over the whole of :attr:`epoch`; then the position is what it was."""
         before = self._current, self._next, self.skip, self._generator.get_state()
+        told = [(sampler, _epoch_of(sampler), vars(sampler)[TOLD]) for sampler in self.own_samplers]
         sampler, epoch = self.sampler, self.epoch
         of_sampler = None if sampler is None else (sampler.epoch, sampler.skip)
         self._current, self.skip = None, 0
@@ -99,6 +110,10 @@ class LoaderPosition:
             yield
         finally:
             self._current, self._next, self.skip, state = before
+            for own, last, by_loader in told:
+                if last is not None:
+                    own.set_epoch(last)
+                vars(own)[TOLD] = by_loader
             self._generator.set_state(state)
             if sampler is not None and of_sampler is not None:
                 sampler.epoch, sampler.skip = of_sampler  # not yet read, if an iterator was made and not used
@@ -128,6 +143,11 @@ class LoaderPosition:
         self._next = epoch
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
+
+
+def _epoch_of(sampler: Any) -> Any:
+    """The epoch that ``sampler`` was told last, as it keeps it; None if it does not show it."""
+    return getattr(sampler, "epoch", None)
 
 
 @dataclass(eq=False)

@@ -396,6 +396,7 @@ class AccumulationWindow:
             )
 
     def check_unstepped(self) -> None:
-        """Raise a RuntimeError if a step was made since the last backward."""
+        """Raise a RuntimeError if a step was made since the last backward, and on a rank that has failed alone."""
+        self._failure.check_not_alone()
         if self.scale is not None:
             raise RuntimeError("gradient_histogram(): a step was made; call it between forward_backward and step")

@@ -242,22 +242,19 @@ class Engine:
             TrainingDiverged: too many steps in a row were skipped (``max_skipped_in_a_row``); on every rank.
         """
         with span(self.observers, "step"):
-            return self._step()
-
-    def _step(self) -> StepResult:
-        scale = self.scaler.scale_tensor()
-        if not self._window.end_call(scale):
-            return StepResult(scale.double().reshape(1), stepping=False)
-        may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
-        with self._window.failing():
-            for prepare in self.before_step:
-                prepare()
-            result = self._optimizer_step.make(scale)
-        if self._replicas.every is not None:
-            self._replicas.check_in_turn(self._replicas.every, self._window.record())
-        if may_stop and result.overflow:
-            raise divergence(self._counters.skips(), self.diagnose_overflow)
-        return result
+            scale = self.scaler.scale_tensor()
+            if not self._window.end_call(scale):
+                return StepResult(scale.double().reshape(1), stepping=False)
+            may_stop = self._counters.stop_after_skip(self.context.config.max_skipped_in_a_row)
+            with self._window.failing():
+                for prepare in self.before_step:
+                    prepare()
+                result = self._optimizer_step.make(scale)
+            if self._replicas.every is not None:
+                self._replicas.check_in_turn(self._replicas.every, self._window.record())
+            if may_stop and result.overflow:
+                raise divergence(self._counters.skips(), self.diagnose_overflow)
+            return result
 
     def flush(self) -> StepResult:
         """End an accumulation window with the calls that were made, by a step as :meth:`step` makes it.
@@ -307,6 +304,7 @@ class Engine:
 
         Weights have the values of their masters; buffers are the first data rank's. A collective.
         """
+        self._failure.check_not_alone()
         return full_state_dict(self._params)
 
     state_dict = full_state_dict
@@ -332,6 +330,7 @@ class Engine:
         Every rank calls it, and gets the same differences. With ``check_replicas_every`` in the configuration, ``step``
         compares too, and stops or repairs.
         """
+        self._failure.check_not_alone()
         return self._replicas.check()
 
     @property

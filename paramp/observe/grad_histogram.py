@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import loop_block_sizes
-from ..base.dtensor import is_dtensor, local
+from ..base.dtensor import as_real, is_dtensor, local
 from ..base.errors import ConfigError
 from ..base.values_checked_by_type import user_path
 from ..distributed.context import ParallelContext
@@ -186,7 +186,7 @@ def _summed(
     table = torch.zeros(NON_FINITE + 1, dtype=torch.float64, device=device)
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for gradient, weight in gradients:
-        counts, most = _count(local(gradient).reshape(-1))
+        counts, most = _count(local(gradient))
         table += (counts * weight).to(device)  # counts replicated elements once
         largest = torch.maximum(largest, most.to(device))
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -198,12 +198,11 @@ def _summed(
 
 
 def _count(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts of the plain 1-dim ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64).
+    """Counts of the plain ``gradient`` (1-dim, float64), and its largest finite magnitude (0-dim, float64).
 
     The real and the imaginary part of a complex element count as one each.
     """
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj()).reshape(-1)
+    gradient = as_real(gradient).reshape(-1)
     table = torch.zeros(NON_FINITE + 1, dtype=torch.int64, device=gradient.device)
     largest = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for chunk in gradient.split(loop_block_sizes.COUNTED):

@@ -34,8 +34,8 @@ from ..base.uncompiled import unwatched
 from ..base.wrapped_models import class_name, plain_name
 from ..distributed.context import ParallelContext
 from ..parallel.microbatches import Batch
-from ..pipeline.repeated_forwards import contexts_of_now
 from ..pipeline.stage import Stage, Stages
+from ..precision.repeated_forwards import contexts_of_now
 from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
 from .nonfinite_experts import ExpertTokens
 

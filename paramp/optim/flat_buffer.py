@@ -6,19 +6,20 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import nn
 
 from ..base import loop_block_sizes
 from ..base.dtensor import is_dtensor, local, wrap
+from ..base.scratch_memory_cpu import Scratch
 from ..base.staggered_memory_cpu import zeros_apart
 from ..base.torch_internals import take
 from ..precision.modes import Precision
-from ..precision.stochastic_rounding import BitStream, flat_index
+from ..precision.stochastic_rounding import BitStream, flat_index, rounded
 from ..scaling.local_norm import NORM_BLOCK
-from .masters import Masters, StochasticWeights
+from .masters import Masters, sliced
 from .remainder_masters import RemainderMasters
 
 if TYPE_CHECKING:
@@ -26,6 +27,33 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Elements. Every parameter begins on a multiple, so that vectorized kernels handle no remainder."""
+
+
+class StochasticWeights(Masters):
+    """Half-precision weights without masters, rounded stochastically.
+
+    Attributes:
+        start: where this weight begins in the rank's part of the buffer, if it is a part of the rank's.
+        random_bits: that of the :class:`Buffer`, which sets it.
+    """
+
+    needs_fused_step = "rounding: got 'stochastic'"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.start = 0
+        self.random_bits: Callable[[slice], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]]
+
+    def part(self, own: slice) -> Self:
+        part = super().part(own)
+        part.start = self.start + own.start
+        return part
+
+    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
+        weight, first = sliced(self.weight, own), self.start + (own.start or 0)
+        for part, bits in self.random_bits(slice(first, first + len(values))):
+            weight[part].copy_(rounded(values[part], bits(0), weight.dtype))
+
 
 MASTERS: dict[bool | str, Callable[[torch.Tensor], Masters]] = {
     False: Masters,

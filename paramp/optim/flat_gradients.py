@@ -79,9 +79,6 @@ class GradientReduction:
         The summation order over data ranks depends on the position in the buffer, which differs between stages. So the
         sum over stages has to be the last one, or copies of a tied parameter would diverge by rounding.
         """
-        self._sum_ties()
-
-    def _sum_ties(self) -> None:
         if self.ties:
             dtype = self._context.config.precision.reduce_dtypes.pp
             sum_tied_gradients(self._context, self._gradients.parameters, dtype, complete=True)

@@ -40,7 +40,7 @@ from .flat_gradients import FlatGradients, GradientReduction
 from .matrices.matrix_exchange import MatrixExchange
 from .replicated_gradients import ComparedGradients
 from .user_changes.replaced_parameters import ModelParameters
-from .user_changes.weights_changed_in_place import ChangedWeights
+from .user_changes.weights_changed_in_place import ChangedWeights, follow_loads
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is in none of the optimizers' groups."""
@@ -118,7 +118,7 @@ class FlatWeights:
         self.by_optimizer = [OptimizerWeights(one, index, self, context) for index, one in enumerate(optimizers)]
         self._model_parameters = ModelParameters(module)
         if any(buffer.masters.state for buffer in self.buffers):
-            self._model_parameters.follow_loads(self.follow_weights)
+            follow_loads(module, self.follow_weights)
         kind = ComparedGradients if context.tensor_axis.size > 1 else FlatGradients
         self.gradients: FlatGradients = kind(self.params, self.buffers, self.frozen, reduction, context)
         self._model_parameters.replaced = self._follow_replaced

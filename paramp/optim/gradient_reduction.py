@@ -59,7 +59,7 @@ class AllReduce(GradientReduction):
     def reduce(self) -> None:
         """As in the base class."""
         _sum_over_data_ranks([(buffer, buffer.gradients) for buffer in self._gradients.buffers], self._context)
-        self._sum_ties()
+        super().reduce()
 
 
 class ReduceScatter(GradientReduction):
@@ -155,7 +155,7 @@ class ReduceScatter(GradientReduction):
         """As in the base class; a reduce-scatter for each buffer that the last backward has not reduced."""
         tied = [param for param in self._params if param.parameter in self._gradients.tied]
         _sum_over_data_ranks([(param.buffer, param.local_gradient) for param in tied], self._context)
-        self._sum_ties()
+        super().reduce()
         others = [param.local_gradient for param in tied if param.data_axis.rank > 0]
         if others:
             torch._foreach_zero_(others)  # already summed: only one data rank contributes them to the next sum

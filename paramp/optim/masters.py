@@ -17,13 +17,11 @@ have one for each parameter (:mod:`.masters_outside_buffers`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 import torch
 
 from ..base.scratch_memory_cpu import Scratch
-from ..precision.stochastic_rounding import rounded
 
 ALL = slice(None)
 
@@ -89,32 +87,6 @@ class Masters:
     def follow_load(self, own: slice) -> None:
         """Update masters after weights were loaded."""
         self.read(own)
-
-
-class StochasticWeights(Masters):
-    """Half-precision weights without masters, rounded stochastically.
-
-    Attributes:
-        start: where this weight begins in the rank's part of the buffer, if it is a part of the rank's.
-        random_bits: that of the :class:`~paramp.optim.flat_buffer.Buffer`, which sets it.
-    """
-
-    needs_fused_step = "rounding: got 'stochastic'"
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight)
-        self.start = 0
-        self.random_bits: Callable[[slice], Iterator[tuple[slice, Callable[[int], torch.Tensor]]]]
-
-    def part(self, own: slice) -> Self:
-        part = super().part(own)
-        part.start = self.start + own.start
-        return part
-
-    def write_stepped(self, own: slice, values: torch.Tensor, scratch: Scratch | None = None) -> None:
-        weight, first = sliced(self.weight, own), self.start + (own.start or 0)
-        for part, bits in self.random_bits(slice(first, first + len(values))):
-            weight[part].copy_(rounded(values[part], bits(0), weight.dtype))
 
 
 def sliced(flat: torch.Tensor, own: slice) -> torch.Tensor:

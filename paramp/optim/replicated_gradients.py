@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.collectives import all_reduce_
+from ..base.dtensor import as_real
 from ..base.errors import ConfigError
 from ..distributed.replicated_axes import replicated_axes
 from .flat_gradients import FlatGradients
@@ -62,8 +63,7 @@ class ComparedGradients(FlatGradients):
         axis, device = self.context.tensor_axis, self.context.device
         sums = []
         for param in self._replicated:
-            own = param.stepped_gradient  # begins at an even element
-            own = torch.view_as_real(own).view(-1) if own.is_complex() else own
+            own = as_real(param.stepped_gradient).view(-1)  # begins at an even element
             squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
             sums += [squares, own[::2].sum(dtype=torch.float64) - own[1::2].sum(dtype=torch.float64)]
         weights = [param.norm_weight * axis.size for param in self._replicated]

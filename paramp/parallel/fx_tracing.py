@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..base.errors import ConfigError, shown_line
+from ..base.held_tensors import NUMBERS_AND_TEXT
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import patched, take
-from ..base.trees import NUMBERS_AND_TEXT, children, leaves, map_leaves, map_tensors, rebuilt
+from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
 from .materialize import outline
 from .partition import is_sequential
 

@@ -7,7 +7,6 @@ has 1 in dim 0 goes whole to every microbatch, and so does a tensor in :func:`wh
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,12 +16,6 @@ import torch
 
 from ..base.errors import ConfigError
 from ..base.trees import leaves, map_leaves
-
-CONSTANTS = (
-    *(int, float, complex, str, enum.Enum, type(None), type(...), slice, range),
-    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-"""Values that are the same in each batch of a kind."""
 
 
 class Whole:
@@ -151,10 +144,6 @@ class Batch:
         args, kwargs = (map_leaves(function, tree, "inputs") for tree in (self.args, self.kwargs))
         return Batch(args, kwargs, map_leaves(function, self.target, "target"))
 
-    def key(self) -> tuple[Any, ...]:
-        """What stages' shapes and code may depend on: the shapes and dtypes of the inputs, and their constants."""
-        return (len(self.args), *((path, _kind(leaf)) for path, leaf in self.inputs()))
-
 
 def _unwrapped(leaf: Any) -> Any:
     return leaf.tensor if isinstance(leaf, Whole) else leaf
@@ -181,11 +170,3 @@ def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) 
             "tensor that is not split into microbatches with paramp.whole(tensor)"
         )
     return leaf if rows == slice(0, size) else leaf[rows]
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Whole):
-        return "whole", leaf.tensor.shape, leaf.tensor.dtype
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype
-    return (type(leaf), repr(leaf)) if isinstance(leaf, CONSTANTS) else type(leaf)  # True is not 1

@@ -5,7 +5,7 @@ A family's modules are imported in the methods, so that only the modules that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -186,6 +186,10 @@ class ModelAdapter:
             "paramp export for one file of weights"
         )
 
+    def written(self, module: nn.Module, weights: dict[str, torch.Tensor]) -> Collection[str]:
+        """The names of those of ``weights`` that the function of :meth:`writer` writes."""
+        return weights
+
 
 def is_of_experts(style: str | ParallelStyle) -> bool:
     """Whether a style shards experts over the expert axis, and not a module over the tensor axis."""
@@ -285,6 +289,12 @@ class HuggingFaceAdapter(ModelAdapter):
 
         return write_folder
 
+    def written(self, module: nn.Module, weights: dict[str, torch.Tensor]) -> Collection[str]:
+        from .huggingface.lora import written_of_adapters
+        from .huggingface.pretrained_weights import whole_on_meta
+
+        return written_of_adapters(whole_on_meta(module), weights) if hasattr(module, "peft_config") else weights
+
 
 class PeftAdapter(ModelAdapter):
     """A model that peft has wrapped, by the adapter of the model in it, whose names get a prefix."""
@@ -340,6 +350,9 @@ class PeftAdapter(ModelAdapter):
 
     def writer(self) -> Callable[[nn.Module, dict[str, torch.Tensor], Path], None]:
         return self._lora.write_adapters
+
+    def written(self, module: nn.Module, weights: dict[str, torch.Tensor]) -> Collection[str]:
+        return self._lora.written_of_adapters(module.__dict__[self._lora.WHOLE], weights)
 
 
 class TracedAdapter(ModelAdapter):

@@ -27,8 +27,8 @@ from ..base.errors import ConfigError
 from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
+from .batch_key import CONSTANTS
 from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
-from .microbatches import CONSTANTS
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 
 MAX_CALLS = 16

@@ -24,6 +24,7 @@ from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.trials import without_draws
+from ..parallel.batch_key import batch_key
 from ..parallel.expert_balance import counted_alone
 from ..parallel.microbatches import Batch
 from .stage import Stage, Stages
@@ -173,7 +174,7 @@ class Pipeline:
             self._check(failure)
 
     def _schedule(self, microbatches: Sequence[Batch], backward: bool) -> Any:
-        key = (microbatches[0].key(), len(microbatches), backward, self._stages.module.training)
+        key = (batch_key(microbatches[0]), len(microbatches), backward, self._stages.module.training)
         if self._is_new(key):
             if len(self._schedules) == MAX_SCHEDULES:  # each holds receive buffers
                 self._schedules.pop(next(iter(self._schedules)))

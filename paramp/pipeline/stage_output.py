@@ -23,7 +23,7 @@ import torch
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
 from ..base.trees import leaves, map_leaves
-from ..parallel.microbatches import CONSTANTS
+from ..parallel.batch_key import CONSTANTS
 
 
 class SentTensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.collectives import gather_objects
-from ..base.dtensor import is_dtensor, local, own_part
+from ..base.dtensor import is_dtensor, is_inexact, local, own_part
 from .copies_per_element import World
 
 Kind = Literal["NaN", "inf"]
@@ -214,7 +214,7 @@ def _size(largest: float, what: str, scale: float = 1.0) -> str:
 
 def flaw(tensor: Any) -> Kind | None:
     """``NaN`` or ``inf`` if the local part of ``tensor`` has one; None if it is finite or not floating-point."""
-    if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+    if not isinstance(tensor, torch.Tensor) or not is_inexact(tensor):
         return None
     values = _values(tensor)
     if bool(values.isfinite().all()):

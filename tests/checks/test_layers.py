@@ -34,7 +34,7 @@ ALLOWED = {
     "optim": {"base", "scaling", "precision", "config", "distributed"},
     "checkpoint": {"base", "distributed"},
     "models": {"base", "parallel", "distributed"},
-    "observe": {"base", "scaling", "config", "distributed", "parallel", "pipeline", "optim"},
+    "observe": {"base", "scaling", "precision", "config", "distributed", "parallel", "pipeline", "optim"},
     "engine": PARTS - {"engine"},
     "compat": PARTS | {"models"},
     "integrations": PARTS | {"models", "compat"},

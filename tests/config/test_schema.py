@@ -291,6 +291,7 @@ def test_the_names_of_a_python_file_have_any_value_that_their_keys_have(tmp_path
         "from paramp.amp import AMP_TYPE\nfrom paramp.config.schema import EmaConfig\n"
         "other, half, dtype, missing = Enum('Other', 'A').A, torch.float16, torch.float16, None\n"
         "def compile(model): return model\n"
+        "from torch.nn import DataParallel as Parallel\ncompiler = torch.compile\nclass precisions: pass\n"
         "fp16, grad_dtype, hang_timeout, ema = AMP_TYPE.NAIVE, torch.float32, None, EmaConfig(decay=0.5)\n"
     )
     expected = {"fp16": AMP_TYPE.NAIVE, "grad_dtype": torch.float32, "hang_timeout": None, "ema": {"decay": 0.5}}
@@ -319,6 +320,7 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
             "import numpy as np\nprecision = np.float16\n",
             r"precision: got <class 'numpy\.float16'>",
         ),
+        ("run.py", "from numpy import float32\ngrad_dtyp = float32\n", r"grad_dtyp: no such key.*'grad_dtype'"),
     ],
 )
 def test_invalid_files_are_errors(tmp_path, name, text, message):

@@ -292,6 +292,19 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
             shard_loader(hidden, 1, 2, 5)
 
 
+def test_a_sampler_that_shards_itself_keeps_what_the_script_has_told_it_since_the_last_pass():
+    sampler, told = DistributedSampler(Numbers(8), 1, 0), []
+    loader = shard_loader(DataLoader(Numbers(8), sampler=sampler), 0, 1, 5)
+    for number in (None, 7, 8, None, None, 9):
+        if number is not None:
+            sampler.set_epoch(number)
+        with loader.position.aside():  # an evaluation, which changes nothing
+            flat(epoch(loader))
+        flat(epoch(loader))
+        told.append(sampler.epoch)
+    assert told == [0, 7, 8, 3, 4, 9]
+
+
 def engine_with(train, test=None):
     model = small_gpt()
     return paramp.initialize(model, partial(torch.optim.AdamW, lr=1e-3), model.loss, train, test)

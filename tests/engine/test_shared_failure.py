@@ -255,7 +255,7 @@ def short_grace():
 @on_ranks(2)
 def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel, alone):
     plan = {"0.linear": "colwise", "1.linear": "rowwise"} if "tensor" in parallel else None
-    with short_grace(), started(parallel, plan=plan) as (_, engine, told):
+    with short_grace(), started(parallel, plan=plan, ema={"decay": 0.9}) as (_, engine, told):
         told.fail("criterion")
         engine.forward_backward(*batch(1), return_loss=False)
         with pytest.raises(ArithmeticError):
@@ -278,7 +278,9 @@ def test_ranks_that_wait_in_the_model_fail_together_and_alone(world, parallel, a
             with pytest.raises((ArithmeticError, RuntimeError), match=r"loss is broken|failed on this rank alone"):
                 engine.evaluate(x, y)
         later = lambda: engine.evaluate([(x, y)]), lambda: engine.count_tokens([]), lambda: engine.step()
-        for call in (*later, lambda: engine.execute_schedule(iter([(x, y)])), lambda: engine.save("nowhere")):
+        looks = engine.full_state_dict, engine.ema.full_state_dict, engine.check_replicas, engine.gradient_histogram
+        saves = (lambda: engine.save("nowhere")), (lambda: engine.save_pretrained("nowhere"))
+        for call in (*later, *looks, *saves, lambda: engine.execute_schedule(iter([(x, y)]))):
             with pytest.raises(RuntimeError, match="failed on this rank alone"):
                 call()
         all_reduce_(torch.zeros(5, dtype=torch.float64))

@@ -152,6 +152,18 @@ def test_adapters_are_saved_alone_as_peft_and_transformers_read_them(world, name
             else:
                 loaded = peft.PeftModel.from_pretrained(loaded, str(folder)).eval()
         torch.testing.assert_close(loaded(x).logits, expected, atol=1e-5, rtol=1e-5)
+        fill(engine, "input_layernorm.weight", 1e5)  # is not written
+        engine.save_pretrained(folder, dtype=torch.float16)
+        fill(engine, "lora_B.default.weight", 1e5)
+        with pytest.raises(paramp.ConfigError, match=r"lora_B\.default\.weight has values up to 100000"):
+            engine.save_pretrained(folder, dtype=torch.float16)
+
+
+@torch.no_grad()
+def fill(engine, ending, value):
+    for name, parameter in engine.named_parameters():
+        if name.endswith(ending):
+            parameter.fill_(value)
 
 
 def mixture_with_adapters(target):

@@ -30,21 +30,28 @@ def save_pretrained(params: ParamChunks, failure: SharedFailure, folder: str | P
     """Write the model to a folder, as :meth:`paramp.Engine.save_pretrained` does. A collective of the world."""
     from ...checkpoint.convert import overflow  # imports DTensor
 
+    failure.check_not_alone()
     folder = user_path(folder)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype: got {dtype}, expected a floating-point dtype, such as torch.float32")
-    write = adapter_for(params.module).writer()
+    adapter = adapter_for(params.module)
+    write = adapter.writer()
     weights: dict[str, torch.Tensor] = {}
+    overflows: dict[str, str] = {}
     problem: Exception | None = None
     for name, value in _full_tensors(params):
         if params.context.is_main:
             stored = dtype if dtype is not None and value.is_floating_point() else value.dtype
             first = params.first_names.get(name, name)
             weights[name] = weights[first] if first in weights else value.to("cpu", stored, copy=True)
-            if problem is None and (found := overflow(value, weights[name])):
-                problem = ConfigError(f"dtype: {name} has {found}; choose a dtype with a larger range, or None")
+            if found := overflow(value, weights[name]):
+                overflows[name] = found
     try:
-        if params.context.is_main and problem is None:
+        if overflows:
+            written = adapter.written(params.module, weights)
+            if name := next((one for one in overflows if one in written), ""):
+                raise ConfigError(f"dtype: {name} has {overflows[name]}; choose a dtype with a larger range, or None")
+        if params.context.is_main:
             write(params.module, weights, folder)
     except Exception as error:
         problem = error

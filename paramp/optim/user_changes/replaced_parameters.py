@@ -1,24 +1,21 @@
-"""Values that a user loads into the model's parameters, or puts in their place.
+"""Parameters that a user puts in the place of the model's.
 
-``load_state_dict`` changes parameters in place. ``load_state_dict(assign=True)`` and ``module.weight =
-nn.Parameter(...)`` replace a parameter by another object, but steps, hooks and checkpoints use the original one, which
-is a view of a flat buffer: its value is taken from the replacement, and it is put back.
+``load_state_dict(assign=True)`` and ``module.weight = nn.Parameter(...)`` replace a parameter by another object, but
+steps, hooks and checkpoints use the original one, which is a view of a flat buffer: its value is taken from the
+replacement, and it is put back.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...base.dtensor import is_dtensor, local
 from ...base.module_surgery import names_by_parameter
-
-Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
-"""Updates the masters of parameters."""
 
 
 class ModelParameters:
@@ -33,13 +30,6 @@ class ModelParameters:
         self.replaced: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
         self._names = names_by_parameter(module)
         self._record()
-
-    def follow_loads(self, follow: Follow) -> None:
-        """Call ``follow`` after each load into the module or into any module in it."""
-        hook = _FollowLoads(follow)
-        for module in self._module.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                module.register_load_state_dict_post_hook(hook)
 
     def _record(self) -> None:
         """Record every module's parameters and children in flat lists, which compare without a Python loop."""
@@ -85,20 +75,6 @@ class ModelParameters:
         self._record()
         self.replaced([*replaced])
         return list(replaced)
-
-
-class _FollowLoads:
-    """The hook of :meth:`ModelParameters.follow_loads`. In a copied model, which has no masters, it does nothing."""
-
-    def __init__(self, follow: Follow | None = None) -> None:
-        self._follow = follow
-
-    def __call__(self, module: nn.Module, _incompatible: Any) -> None:
-        if self._follow is not None:
-            self._follow(module.parameters(recurse=False))
-
-    def __reduce__(self) -> Any:
-        return _FollowLoads, ()
 
 
 def _check_replacement(own: nn.Parameter, given: dict[str, nn.Parameter]) -> None:

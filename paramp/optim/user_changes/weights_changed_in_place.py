@@ -12,15 +12,19 @@ The sample is one row of 64 elements in each run of 256 rows of every parameter,
 elements of a parameter are looked at in 256 steps, those of one with n < 2**14 elements in n/64, and an edit of a whole
 weight, such as a clamp or a mask, is found in its first step. All ranks agree on what is found: replicas of which some
 follow an edit would diverge. On a GPU the host does not wait for the finding, so it counts from the next step on.
+
+Masters follow what ``load_state_dict`` changes at once (:func:`follow_loads`).
 """
 
 from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ...base import loop_block_sizes
 from ...base.dtensor import is_dtensor
@@ -29,6 +33,8 @@ from ..flat_buffer import ALIGNMENT, Buffer, FlatParam
 
 VERSION = operator.attrgetter("_version")
 LOCAL = operator.attrgetter("_local_tensor")
+Follow: TypeAlias = Callable[[Iterable[nn.Parameter]], None]
+"""Updates the masters of parameters."""
 
 
 class ChangedWeights:
@@ -154,3 +160,25 @@ def _runs(param: FlatParam) -> Iterator[tuple[int, int]]:
         first, stop = own.start // ALIGNMENT, -(-own.stop // ALIGNMENT)
         for row in range(first, stop, loop_block_sizes.SAMPLED_RUN):
             yield row, min(loop_block_sizes.SAMPLED_RUN, stop - row)
+
+
+def follow_loads(model: nn.Module, follow: Follow) -> None:
+    """Call ``follow`` after each load into ``model`` or into any module in it."""
+    hook = _FollowLoads(follow)
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_load_state_dict_post_hook(hook)
+
+
+class _FollowLoads:
+    """The hook of :func:`follow_loads`. In a copied model, which has no masters, it does nothing."""
+
+    def __init__(self, follow: Follow | None = None) -> None:
+        self._follow = follow
+
+    def __call__(self, module: nn.Module, _incompatible: Any) -> None:
+        if self._follow is not None:
+            self._follow(module.parameters(recurse=False))
+
+    def __reduce__(self) -> Any:
+        return _FollowLoads, ()

@@ -33,9 +33,10 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
+from ...base.held_tensors import held_tensors
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, older_than, take
-from ...base.trees import held_tensors, map_tensors
+from ...base.trees import map_tensors
 from ...base.uncompiled import uncompiled
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,21 @@ def write_adapters(module: nn.Module, weights: dict[str, torch.Tensor], folder: 
     """
     whole: Any = module.__dict__[WHOLE]
     whole.save_pretrained(str(folder), state_dict=weights)
+
+
+def written_of_adapters(whole: Any, weights: dict[str, torch.Tensor]) -> Collection[str]:
+    """The names of those of ``weights`` that peft writes of the adapters of ``whole``, and what it keeps with them.
+
+    All, if it writes a tensor that is none of them.
+    """
+    from peft import get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it writes; it warns again when it does
+        of_adapters = [get_peft_model_state_dict(whole, weights, name) for name in whole.peft_config]
+    written = {value.data_ptr() for one in of_adapters for value in one.values()}
+    names = {name for name, value in weights.items() if value.data_ptr() in written}
+    return names if written <= {weights[name].data_ptr() for name in names} else weights
 
 
 def check_filled(model: nn.Module) -> None:

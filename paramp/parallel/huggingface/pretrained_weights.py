@@ -33,17 +33,23 @@ def write_folder(module: nn.Module, weights: dict[str, torch.Tensor], folder: Pa
         module: the model, or one of its pipeline stages.
         weights: on the CPU; those of one parameter are one tensor. Emptied.
     """
+    whole = whole_on_meta(module)
+    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
+    whole.to(dtype)  # the dtype in config.json
+    whole.save_pretrained(folder, state_dict=weights)
+
+
+def whole_on_meta(module: nn.Module) -> Any:
+    """The model of which ``module`` is a pipeline stage, or all, on ``meta``; with its adapters, if it has some."""
     kind: Any = type(module)
     with torch.device("meta"):
         whole = kind(copy.deepcopy(module.config))
-    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
-    whole.to(dtype)  # the dtype in config.json
     for name in (CONVERSIONS, "generation_config"):
         if name in module.__dict__:
             whole.__dict__[name] = module.__dict__[name]
     for name, adapter in getattr(module, "peft_config", {}).items():
         whole.add_adapter(adapter, name)  # then only adapters are written
-    whole.save_pretrained(folder, state_dict=weights)
+    return whole
 
 
 def is_from_folder(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.dtensor import is_dtensor, local
+from ...base.dtensor import as_real, is_dtensor, is_inexact, local
 from ...base.module_surgery import PassThrough
 from ...base.trees import tensors
 from ...distributed.rng import random_states
@@ -125,7 +125,7 @@ class ActivationRecorder:
         if self._random is not None and self.record.random_in is None:
             pairs = zip(self._random, random_states(self._device), strict=True)
             self.record.random_in = None if all(torch.equal(*pair) for pair in pairs) else name
-        found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
+        found = [tensor for tensor in tensors(output) if is_inexact(tensor)]
         copies = [local(tensor).detach().to("cpu", copy=True) for tensor in found]
         self._bytes += sum(copy.nbytes for copy in copies)
         at = {"step": len(self.record.losses) + 1, "module": name, "microbatch": self._microbatch}
@@ -164,11 +164,6 @@ def _num_packed(module: nn.Module) -> int:
 
     placement = weight.placements[-1]  # those before are of data axes
     return weight.shape[placement.dim - 1] if isinstance(placement, Shard) else 1
-
-
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``; a complex one with its real and imaginary parts along a last dim, in the same memory."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 @torch.no_grad()

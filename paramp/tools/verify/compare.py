@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...base.dtensor import as_real, is_inexact
 from ...base.errors import ConfigError
 from ...config.layout import ParallelConfig
 from ...config.schema import Config
 from ...parallel.context_axis.tokens_of_ranks import head_and_tail, taken
 from ...precision.modes import Precision
-from .activation_recorder import RankRecord, as_real
+from .activation_recorder import RankRecord
 from .options import RUNS
 from .report import Layer, Report
 
@@ -140,7 +141,7 @@ def check_same_start(single: RankRecord, sharded: Sequence[RankRecord]) -> None:
             f"batches: the batch of step {step} differs between the runs; make it depend on the step alone"
         )
     for name, value in single.start.items():
-        if (value.is_floating_point() or value.is_complex()) and value.isnan().any():
+        if is_inexact(value) and value.isnan().any():
             where = value.isnan().nonzero()[0].tolist()
             raise ConfigError(f"model: {name!r} has NaN among its initial values, first at {where}; correct the model")
     first = sharded[0].start

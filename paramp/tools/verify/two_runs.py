@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.dtensor import is_inexact
 from ...base.errors import ConfigError, require
 from ...base.trees import tensors
 from ...distributed.context import ParallelContext
@@ -146,7 +147,7 @@ def _step(engine: Engine, batch: Batch, record: RankRecord, context: ParallelCon
     gradient: dict[str, torch.Tensor] = {}
     if result.stepped:
         after = engine.full_state_dict()
-        numbers = {name: value for name, value in after.items() if value.is_floating_point() or value.is_complex()}
+        numbers = {name: value for name, value in after.items() if is_inexact(value)}
         change = {name: value - before[name] for name, value in numbers.items()}
         gradient = gradient_of(engine, result.grad_norm or 0.0)
     engine.zero_grad()

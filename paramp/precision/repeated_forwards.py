@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from ..precision.autocast_kernels import depth
-from ..precision.compute_context import default_dtype, widening
-from ..precision.fp16_emulation_cpu import emulate_fp16, is_emulated
-from ..precision.modes import PRESETS
+from .autocast_kernels import depth
+from .compute_context import default_dtype, widening
+from .fp16_emulation_cpu import emulate_fp16, is_emulated
+from .modes import PRESETS
 
 
 def contexts_of_now() -> Callable[[], AbstractContextManager[None]]:
