@@ -21,7 +21,7 @@ the test loader begins the next epoch, as without the stop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..base.collectives import gather_different
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
-from .loader_position import LoaderPosition, ShardedLoader, WithPosition
+from .loader_position import EVALUATION, LoaderPosition, ShardedLoader, WithPosition, known_length
 from .sharded_sampler import ShardedSampler
 
 
@@ -128,15 +128,22 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 
 
 @contextmanager
-def evaluation_pass(loader: Any) -> Iterator[None]:
-    """A context in which an iteration of a loader of :func:`shard_loader` repeats no sample to fill the last round.
+def evaluation_pass() -> Iterator[None]:
+    """A context in which iterations of loaders of :func:`shard_loader` repeat no sample to fill the last round.
 
-    Some ranks then have a smaller last batch, or a batch less. The iteration is over a whole epoch; then the loader's
-    position is what it was, except for a test loader. Other loaders are unchanged.
+    Also those that begin inside of a wrapper, such as tqdm's. Some ranks then have a smaller last batch, or a batch
+    less. An iteration is over a whole epoch; on exit the loader's position is what it was, except for a test loader.
     """
-    if not isinstance(loader, WithPosition):
-        yield
-        return
+    with ExitStack() as passes:
+        token = EVALUATION.set(lambda loader: passes.enter_context(_evaluated(loader)))
+        try:
+            yield
+        finally:
+            EVALUATION.reset(token)
+
+
+@contextmanager
+def _evaluated(loader: Any) -> Iterator[None]:
     position = loader.position
     changes: list[tuple[Any, dict[str, Any]]] = [(one, _without_repeats(one)) for one in position.own_samplers]
     filled = loader if isinstance(loader, ShardedBatches) else position.sampler
@@ -209,14 +216,14 @@ def _check_sharding_is_possible(loader: DataLoader[Any], rank: int, size: int) -
 
 def _check_not_empty(sharded: Any, size: int) -> None:
     """Raise a ConfigError if the loader has no batch: a loop that repeats it until N steps are made would hang."""
-    if _length(sharded) != 0:
+    if known_length(sharded) != 0:
         return
-    samples = _length(sharded.dataset)
+    samples = known_length(sharded.dataset)
     if not samples:
         raise ConfigError("its dataset is empty; expected at least one sample")
     if not sharded.drop_last:
         raise ConfigError(f"its sampler yields none of its dataset's {samples} samples; expected at least one")
-    local = 0 if isinstance(sharded, ShardedBatches) else _length(getattr(sharded.batch_sampler, "sampler", None))
+    local = 0 if isinstance(sharded, ShardedBatches) else known_length(getattr(sharded.batch_sampler, "sampler", None))
     if not local:
         raise ConfigError(
             f"its {samples} samples do not fill a batch of {sharded.batch_size} for each of {size} data ranks, so "
@@ -226,14 +233,6 @@ def _check_not_empty(sharded: Any, size: int) -> None:
         f"batch_size {sharded.batch_size}, but a data rank has {local} samples, so drop_last leaves no batch; expected "
         f"at most {local}"
     )
-
-
-def _length(items: Any) -> int | None:
-    """``len(items)``; None if it is not known before they are read."""
-    try:
-        return len(items)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **loaders: Any) -> list[Any]:
@@ -274,6 +273,6 @@ def _describe(loader: Any) -> str | None:
     """The properties that have to be equal on all ranks, as text; None if it is not a ``DataLoader``."""
     if not isinstance(loader, DataLoader):
         return None
-    length = _length(loader.dataset)
+    length = known_length(loader.dataset)
     samples = "an unknown number of samples" if length is None else f"{length} samples"
     return f"{samples} in batches of {loader.batch_size}, drop_last {loader.drop_last}"

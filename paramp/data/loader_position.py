@@ -13,12 +13,14 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from ..base.errors import ConfigError
 from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
 
@@ -26,6 +28,8 @@ T_co = TypeVar("T_co", covariant=True)
 TOLD = "_paramp_told"
 """The attribute of a sampler of the user's: its epoch after the last iteration of a loader began. Another is of the
 script's ``set_epoch``."""
+EVALUATION: ContextVar[Callable[[WithPosition], None] | None] = ContextVar("EVALUATION", default=None)
+"""During an evaluation by the engine: called with each sharded loader of which an iteration begins."""
 
 
 @dataclass(eq=False)
@@ -171,15 +175,37 @@ class _EpochIterator:
         try:
             batch = next(self.batches)
         except StopIteration:
-            self.over = True
             if self.yielded:
                 self.epoch, self.yielded = self.epoch + 1, 0
+            elif not self.over and EVALUATION.get() is None:  # where a rank may have none of few samples
+                _refuse_empty(self.batches, self.epoch)
+            self.over = True
             raise
         self.yielded += 1
         return batch
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
+
+
+def _refuse_empty(batches: Iterator[Any], epoch: int) -> None:
+    """Raise a ConfigError for an iteration without a batch; of a stream, which may have none, warn after the first."""
+    problem = (
+        "loader: this iteration gave no batch; its sampler or dataset may be used up, as an iterator is after one "
+        "iteration: let its __iter__ begin anew each time"
+    )
+    if known_length(batches):
+        raise ConfigError(problem)
+    if epoch:
+        warnings.warn(problem, stacklevel=4)
+
+
+def known_length(items: Any) -> int | None:
+    """``len(items)``; None if it is not known before they are read."""
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class _Epoch:
@@ -202,6 +228,8 @@ class WithPosition:
     """
 
     def __iter__(self) -> Iterator[Any]:
+        if (evaluation := EVALUATION.get()) is not None:
+            evaluation(self)
         return self.position.begin(super().__iter__)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, int]:

@@ -42,11 +42,15 @@ def report_uncaught(explain: Callable[[BaseException], None]) -> None:
     """From now on, report an error that ends this program on one rank.
 
     One of :data:`EXPLAINED` is printed as the line of the script and ``error: message``. Another one that is not marked
-    as a consequence of another rank's failure is printed as before, after a call of ``explain`` with it.
+    as a consequence of another rank's failure is printed as before, after a call of ``explain`` with it. An error that
+    ends a process forked from this one is none of this rank's.
     """
-    inner = sys.excepthook
+    inner, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != process:
+            inner(kind, error, trace)
+            return
         if isinstance(error, EXPLAINED):
             if _previous[0] is not sys.__excepthook__:
                 _previous[0](kind, error, trace)  # of a logger, say, which has to learn that the program fails

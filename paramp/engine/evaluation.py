@@ -81,7 +81,7 @@ def run_loader(
         Exception: on every rank: whatever ``loader`` or a batch raises on one.
     """
     counted, last = _SampleTotals(totals), Batch()
-    with evaluation_pass(loader):
+    with evaluation_pass():
         batches: Iterator[Any] | None = None
         for index in itertools.count():
             parts: list[tuple[Batch, int, int]] = []

@@ -18,7 +18,7 @@ from ..parallel.expert_balance import token_counts
 from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.model_families import slices_experts
-from ..parallel.partition import state_of_several
+from ..parallel.partition import buffers_of_several
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
@@ -49,7 +49,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     All replicas get the values of the first rank that has one, whatever the other ranks were built with.
     """
     config = context.config
-    shared = state_of_several(plan.stages)
+    shared = buffers_of_several(plan.stages)
     joined = Joined(plan.stages[index] for index in context.local_stages)
     numerics.watch(plan.stages, joined.parts, plan.styles)
     plan.checkpointed.apply(joined.parts)
@@ -98,7 +98,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     _redirect_saving(module, context)
     stages = Stages(joined, _stages(joined.parts, numerics, context), units)
     for stage in stages:
-        stage.shared_state = shared
+        stage.shared_buffers = shared
     return LocalModel(stages, shapes, units, ties, overflow)
 
 

@@ -186,6 +186,13 @@ class TrainerPrecision(LightningPrecision):
             self._masters.take_changes(_bare(optimizer))  # of hooks, which come first: later they would undo clipping
             yield logical_parameter(self._masters.stepped(_bare(optimizer)), device_types(self._models)[0])
 
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Clip as Lightning does; the gradients of half-precision weights become the clipped ones of their masters."""
+        super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
+        if self._masters is not None and self._scale.has_unscaled(_bare(optimizer)):
+            self._masters.take_changes(_bare(optimizer))  # with a clip_val of 0 nothing has
+            self._masters.give_gradients(_bare(optimizer))
+
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

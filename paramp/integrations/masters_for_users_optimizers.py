@@ -93,19 +93,23 @@ class ModuleMasters:
             for one in held:
                 one.take_gradient()
             yield
-            for one in held:
-                gradient = one.stepped.grad
-                one.weight.grad = None if gradient is None else gradient.to(one.weight.dtype)
-                self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
-                self._rounded.add(one.weight)
+            self.give_gradients(optimizer)
         finally:
             self._put_weights(optimizer)
+
+    def give_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Round the masters' gradients to those of the weights, which a hook of the user's may change from here on."""
+        for one in self._held(optimizer):
+            gradient = one.stepped.grad
+            one.weight.grad = None if gradient is None else gradient.to(one.weight.dtype)
+            self._given[one.weight] = one.weight.grad, _version(one.weight.grad)
+            self._rounded.add(one.weight)
 
     def take_changes(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the masters those gradients of weights that a hook of the user's has changed since the last call.
 
-        An edit through ``.data`` moves no version. The first call, before gradients are clipped, finds it where a
-        master's gradient does not round to the weight's.
+        An edit through ``.data`` moves no version. It is found where a master's gradient does not round to the
+        weight's, as it did after :meth:`give_gradients`.
         """
         for one in self._held(optimizer):
             gradient, count = self._given.get(one.weight, (None, 0))

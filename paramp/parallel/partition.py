@@ -113,19 +113,19 @@ def _check_statistics(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             )
 
 
-def state_of_several(stages: Sequence[nn.Module]) -> frozenset[str]:
-    """The names of the buffers of state dicts that several of ``stages`` have; one may have several names."""
-    saved = [
+def buffers_of_several(stages: Sequence[nn.Module]) -> frozenset[str]:
+    """The names of the buffers that several of ``stages`` have; one may have several names."""
+    held = [
         {
             f"{path}.{name}".removeprefix("."): id(buffer)
             for path, module in stage.named_modules(remove_duplicate=False)
             for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            if buffer is not None
         }
         for stage in stages
     ]
-    held = Counter(key for names in saved for key in set(names.values()))
-    return frozenset(name for names in saved for name, key in names.items() if held[key] > 1)
+    counts = Counter(key for names in held for key in set(names.values()))
+    return frozenset(name for names in held for name, key in names.items() if counts[key] > 1)
 
 
 def plan_stages(

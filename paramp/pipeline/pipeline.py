@@ -27,6 +27,7 @@ from ..distributed.trials import without_draws
 from ..parallel.batch_key import batch_key
 from ..parallel.expert_balance import counted_alone
 from ..parallel.microbatches import Batch
+from .shared_buffers import SharedBuffers
 from .stage import Stage, Stages
 from .stage_output import StageOutput
 from .torch_stage import LinkedStage, RecordedStage, StageSetting
@@ -69,6 +70,7 @@ class Pipeline:
             LinkedStage(stage, partial(self._stage_failed, index))
             for index, stage in zip(self._stage_indices, stages, strict=True)
         ]
+        self._shared = {stage: SharedBuffers(stage.module, stage.shared_buffers) for stage in stages}
         named = list(stages.module.named_parameters())
         self._trained = [parameter for _, parameter in named if parameter.requires_grad]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -108,7 +110,8 @@ class Pipeline:
             before_last_backward: called before this rank's last backward, if it :attr:`overlaps`.
 
         Raises:
-            ConfigError: a stage fails on the first microbatch of a kind; on every rank of the pipeline.
+            ConfigError: a stage fails on the first microbatch of a kind; on every rank of the pipeline. Or a later one
+                changes a buffer that several stages have; on this rank only, after all microbatches.
             ValueError: ``loss`` failed. On this rank only, after all microbatches have run, so that no rank waits.
             RuntimeError: a stage of this rank failed; also on this rank only, after all microbatches.
         """
@@ -136,6 +139,7 @@ class Pipeline:
         inputs = (torch.arange(len(microbatches), device=first.link_device),) if first.is_first else ()
         targets = {"target": numbers} if last.is_last else {}
         begin_call(self._setting.observers)
+        before = [(shared, shared.states()) for shared in self._shared.values()]
         self.in_step = False
         if backward:
             schedule.step(*inputs, **targets, losses=[] if last.is_last else None, return_outputs=False)
@@ -144,6 +148,9 @@ class Pipeline:
         self.in_step = True
         for linked in self._linked:
             linked.microbatches, linked.output = [], None
+        if self._failure is None:
+            for shared, states in before:  # a forward may change its state in later batches only
+                shared.check_unchanged(states)
 
     @property
     def overlaps(self) -> bool:
@@ -267,38 +274,14 @@ class Pipeline:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
-                with _keeping_shared_state(stage):
-                    output = stage(*args, **kwargs)
+                before, values = self._shared[stage].states(), self._shared[stage].values()
+                output = stage(*args, **kwargs)
+                self._shared[stage].check_unchanged(before, values)
                 return None if stage.is_last else stage.describe(output)
         finally:
             stage.random = random
             if frozen and self._stages.units is not None:
                 self._stages.units.follow_shards()  # what the batch has gathered required a gradient
-
-
-@contextmanager
-def _keeping_shared_state(stage: Stage) -> Iterator[None]:
-    """A context for a forward of ``stage``: ConfigError if it changes a buffer that other stages have too."""
-    before = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in _shared_state(stage).items()]
-    yield
-    after = _shared_state(stage)
-    for name, buffer, version, value in before:
-        # A change through .data has no version, and one of zeros by zeros no value.
-        if (
-            after.get(name) is not buffer
-            or buffer._version != version
-            or not torch.isclose(buffer, value, rtol=0, atol=0, equal_nan=True).all()
-        ):
-            raise ConfigError(
-                f"parallel.pipeline.split: the forward changes the buffer {name!r}, of which several stages would each "
-                "have a value of their own; split so that one stage makes all calls of its module, use one module per "
-                "call, or, for a cache of what follows from shapes, register it with persistent=False"
-            )
-
-
-def _shared_state(stage: Stage) -> dict[str, torch.Tensor]:
-    buffers = stage.module.named_buffers(remove_duplicate=False) if stage.shared_state else ()
-    return {name: buffer for name, buffer in buffers if name in stage.shared_state}
 
 
 def _criterion_failure(error: Exception) -> ValueError:

@@ -52,7 +52,7 @@ class Stage(nn.Module):
 
         self.keeps_dtypes = False
         """Whether hidden states are exchanged as they are, not in the mode's compute dtype."""
-        self.shared_state: frozenset[str] = frozenset()  # names of buffers that other stages have too
+        self.shared_buffers: frozenset[str] = frozenset()  # names of buffers that other stages have too
         self._keywords = None if is_first else _keywords_of(module)
         self.random = random or nullcontext()
         """The random stream for dropout, entered for the forward."""

@@ -158,8 +158,10 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
         if is_dtensor(value) and not all(placement.is_replicate() for placement in value.placements):
             raise ConfigError(
                 f"pipeline: a stage returns a tensor that is sharded over ranks{path and f' at {path}'}, as logits of "
-                "'vocab_logits' are, and the next one would get this rank's part only; split behind what computes with "
-                "it (parallel.pipeline.split), or let the plan gather it ('colwise_gather')"
+                "'vocab_logits' and outputs of torch's SequenceParallel() are, and the next one would get this rank's "
+                "part only; split behind what computes with it (parallel.pipeline.split), let the plan gather it "
+                "('colwise_gather'), or, if the next stage computes with parts, return these: "
+                "SequenceParallel(use_local_output=True)"
             )
         shape = plain(value).shape
         differentiable = value.requires_grad and value.is_floating_point()

@@ -156,12 +156,13 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
     not count. One fused pass for each device and dtype, two for bfloat16 on a GPU.
 
     Args:
-        gradients: of any shape, device and floating-point dtype.
+        gradients: of any shape, device and floating-point or complex dtype.
         inv_scale, found_inf: 0-dim float32.
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        buckets[gradient.device, gradient.dtype].append(gradient)
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient  # torch's kernel takes no others
+        buckets[real.device, real.dtype].append(real)
     for (device, dtype), bucket in buckets.items():
         flag = torch.zeros((), dtype=torch.float32, device=device)
         factor = inv_scale.to(device, non_blocking=True)

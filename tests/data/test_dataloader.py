@@ -99,6 +99,24 @@ class Told(Shuffled):
         return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Once(Stream):
+    """A data set or a sampler that is its own iterator, and used up by the first iteration."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.left = iter(range(count))
+
+    def __iter__(self):
+        return self.left
+
+
+class SizedOnce(Once):
+    """One that knows how many numbers it had."""
+
+    def __len__(self):
+        return self.count
+
+
 def epoch(loader, count=None):
     """The first batches of an epoch, or all, as lists of numbers."""
     batches = (batch[0] if isinstance(batch, (list, tuple)) else batch for batch in loader)
@@ -172,6 +190,19 @@ def test_a_loader_without_a_batch_for_a_rank_or_without_an_order_is_an_error(dat
     for rank in range(2):
         with pytest.raises(ConfigError, match=message):
             shard_loader(DataLoader(dataset, **options), rank, 2, 0)
+
+
+def test_an_iteration_without_a_batch_is_not_silent():
+    """Its end, and that of one without any left, is an end as before."""
+    loader = shard_loader(DataLoader(range(8), batch_size=2, sampler=SizedOnce(8)), 0, 2, 5)
+    batches = iter(loader)
+    assert [len([*batches]) for _ in range(2)] == [2, 0]
+    with pytest.raises(ConfigError, match="this iteration gave no batch; its sampler or dataset may be used up"):
+        epoch(loader)
+    stream = shard_loader(DataLoader(Once(8), batch_size=2), 0, 2, 5)
+    assert len(epoch(stream)) == 2
+    with pytest.warns(UserWarning, match="this iteration gave no batch"):
+        assert epoch(stream) == []
 
 
 @pytest.mark.parametrize(

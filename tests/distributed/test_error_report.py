@@ -1,6 +1,7 @@
 """What a user sees of an error that ends the program: one line of one rank, and the launcher's report."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -74,6 +75,16 @@ def test_other_errors_are_left_to_the_hook_before(hook, capsys):
     hook(*raised(echo))
     assert seen == []
     assert capsys.readouterr().err == ""
+
+
+def test_errors_of_forked_processes_are_not_the_ranks(hook, capsys, monkeypatch, tmp_path):
+    hook, seen = hook
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, "getpid", lambda: 0)
+    for error in (RuntimeError("x"), ConfigError("y")):
+        hook(*raised(error))
+        assert seen.pop() is error
+    assert (capsys.readouterr().err, [*tmp_path.iterdir()]) == ("", [])
 
 
 def test_an_error_of_paramps_is_its_line_and_its_message(hook, capsys, monkeypatch, tmp_path):

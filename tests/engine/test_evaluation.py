@@ -26,6 +26,16 @@ def counted(output, target):
     return ((output - target).square() * mask).sum(), mask.sum()
 
 
+class Wrapped:
+    """What begins to iterate when it is iterated over itself, as tqdm does."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
 def loader_for(name, context):
     own = slice(context.dp.rank, None, context.dp.size)
     if name == "list":  # of the user's own: the last data rank has a batch less
@@ -74,7 +84,8 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                     plan={"0": "colwise", "3": "rowwise"} if context.tp.size > 1 else None,
                 )
                 before = [module.training for module in engine.module.modules()], torch.get_rng_state().tolist()
-                torch.testing.assert_close(engine.evaluate(loader), expected, rtol=1e-5, atol=0)
+                for given in (loader, Wrapped(loader)):
+                    torch.testing.assert_close(engine.evaluate(given), expected, rtol=1e-5, atol=0)
                 assert ([one.training for one in engine.module.modules()], torch.get_rng_state().tolist()) == before
                 assert not any(one.grad is not None and one.grad.any() for one in engine.parameters())
                 if name in ("shuffled", "sampler"):  # a later iteration fills the last round again
@@ -115,7 +126,8 @@ def test_evaluating_the_training_loader_leaves_its_position_as_it_was(world, nam
 
         def evaluate():
             before = loader.epoch, loader.state_dict()
-            torch.testing.assert_close(engine.evaluate(loader), whole, rtol=1e-5, atol=0)
+            for given in (loader, Wrapped(loader)):
+                torch.testing.assert_close(engine.evaluate(given), whole, rtol=1e-5, atol=0)
             assert (loader.epoch, loader.state_dict()) == before
 
         evaluate()

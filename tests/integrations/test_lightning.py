@@ -169,7 +169,7 @@ def test_loops_of_the_trainer(world):
     one = {"max_epochs": 1, "reload_dataloaders_every_n_epochs": 1}
 
     class Manual(module_class):
-        """Two optimizers of one backward; the second clips, and steps through a closure."""
+        """Two optimizers of one backward; the second clips, doubles what it clipped, and steps through a closure."""
 
         def __init__(self):
             super().__init__()
@@ -182,6 +182,9 @@ def test_loops_of_the_trainer(world):
             second.zero_grad()
             self.manual_backward(loss)
             self.clip_gradients(second, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+            self.model.down.weight.grad.data.mul_(2)
+            self.model.down.bias.grad.mul_(2)
+            self.clip_gradients(second, gradient_clip_val=0.0)
             first.step()
             assert second.step(closure=lambda: loss) is loss
 
@@ -233,7 +236,7 @@ def test_loops_of_the_trainer(world):
             nn.utils.clip_grad_value_(reference.down.parameters(), 1e-3)
             for key, parameter in reference.named_parameters():
                 if step != OVERFLOWS or not key.startswith("down"):
-                    parameter.data.add_(parameter.grad, alpha=-0.1)
+                    parameter.data.add_(parameter.grad, alpha=-0.2 if key.startswith("down") else -0.1)
         check_module(module, dict(reference.named_parameters()), rounding)
 
         # Accumulation over two batches, of three: the last one of an epoch is stepped alone.

@@ -13,6 +13,8 @@ from pool import on_ranks
 from reference import whole
 from small_engines import engine_of
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
 from paramp.base.collectives import gather_objects
@@ -126,7 +128,8 @@ class Named(nn.Module):
 def test_layers_take_their_inputs_by_name(world):
     plan = {"table": "vocab", "up": "colwise", "down": "rowwise"}
     packed = {"up": "packed_colwise_2", "down": PackedRowwise(2)}
-    for styles, numerics in ((plan, {}), (packed, {}), (plan, {"reproducible": {"slices": 2}})):
+    torchs = {"table": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for styles, numerics in ((plan, {}), (packed, {}), (torchs, {}), (plan, {"reproducible": {"slices": 2}})):
         with paramp.launch_from_torch({"parallel": {"tensor": 2}} | numerics) as context:
             engine = engine_of(seeded(Named), plan=styles)
             train_both(context, engine, seeded(Named), [(torch.arange(8).view(2, 4), randn(2, 4, 4))])

@@ -47,6 +47,24 @@ class CountingThroughData(Counting):
         return x * self.weight
 
 
+class CountingAside(Counting):
+    """Counts in a buffer that is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+
+class CountingLater(Counting):
+    """Counts from its second call on, after the one that finds shapes."""
+
+    def forward(self, x):
+        self.drawn.append(x)
+        if len(self.drawn) > 1:
+            self.calls += 1
+        return x * self.weight
+
+
 def seed_all(number):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(number)
@@ -173,8 +191,10 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
             message = rf"stage {stage} of 2 fails on a microbatch of inputs\[0\] \(2, 4\): {error}"
             with pytest.raises(paramp.ConfigError, match=message):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
-        for shared in (Counting(), CountingThroughData(), spectral_norm(nn.Linear(4, 4))):
-            name = r"0\.(calls|parametrizations\.weight\.0\._u)"
+        counting = Counting(), CountingThroughData(), CountingAside(), CountingLater()
+        for shared in (*counting, spectral_norm(nn.Linear(4, 4))):
+            first = "[02]" if isinstance(shared, CountingLater) else "0"  # after the trial each rank has its own
+            name = rf"{first}\.(calls|parametrizations\.weight\.0\._u)"
             engine = engine_of(nn.Sequential(shared, nn.Linear(4, 4), shared))
             with pytest.raises(paramp.ConfigError, match=f"the forward changes the buffer '{name}', of which several"):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
@@ -186,7 +206,8 @@ def test_sharded_logits_between_stages_are_an_error_on_every_rank(world):
     with paramp.launch_from_torch({"parallel": {"tensor": 2, "pipeline": {"size": 2, "split": ["1"]}}}):
         engine = engine_of(chain(4, 8, 8), plan={"0": "vocab_logits"})
         with pytest.raises(
-            paramp.ConfigError, match="a tensor that is sharded over ranks, as logits of 'vocab_logits'"
+            paramp.ConfigError,
+            match="a tensor that is sharded over ranks, as logits of 'vocab_logits' and outputs of torch's Seq",
         ):
             engine.forward_backward(torch.ones(4, 4), torch.ones(4, 8))
 

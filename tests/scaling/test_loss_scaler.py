@@ -160,6 +160,22 @@ def test_large_finite_gradients_are_no_overflow():
     assert (weight < 1).all()
 
 
+@pytest.mark.parametrize("part", [1j * math.inf, math.nan, -math.inf])
+def test_complex_gradients_are_unscaled_and_checked(part):
+    weight, real, scaler = torch.nn.Parameter(torch.ones(3) * 1j), parameter(), DistributedGradScaler(init_scale=8.0)
+    optimizer = sgd(weight, real)
+    scaler.scale((weight * weight.conj()).real.sum() + real.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.equal(weight.grad, torch.ones(3) * 2j)
+    attempt(scaler, optimizer)
+    stepped = weight.detach().clone()
+    assert torch.equal(stepped, torch.ones(3) * -1j)
+    weight.grad = torch.tensor([1, part, 1], dtype=torch.complex64)
+    attempt(scaler, optimizer)
+    assert torch.equal(weight.detach(), stepped)
+    assert scaler.get_scale() == 4.0
+
+
 def test_sparse_gradients_are_unscaled_and_checked():
     table, scaler = torch.nn.Embedding(5, 2, sparse=True), DistributedGradScaler(init_scale=8.0)
     optimizer = sgd(table.weight)

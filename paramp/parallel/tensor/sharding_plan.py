@@ -5,6 +5,7 @@ the keys of :data:`paramp.parallel.tensor.styles.STYLES`, or any ``ParallelStyle
 layers stay plain tensors.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -27,7 +28,7 @@ from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matche
 from ..shape_errors import PLAN_ENTRY
 from .colwise_and_rowwise import Colwise, PackedColwise, Rowwise
 from .expert_slices import ExpertSlices
-from .styles import STYLES, PartialGradient, sharded_dim
+from .styles import STYLES, GatherSequence, PartialGradient, WholeSequence, sharded_dim
 
 Plan: TypeAlias = dict[str, str | ParallelStyle]
 
@@ -103,6 +104,8 @@ def _check_dropout(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> No
 
 REPLACES_PARAMETERS = ColwiseParallel, RowwiseParallel, SequenceParallel, PackedColwise, PartialGradient, ExpertSlices
 """The styles that replace each parameter of their module by a DTensor."""
+FIRST_INPUT = ColwiseParallel, RowwiseParallel, SequenceParallel, GatherSequence, WholeSequence
+"""The styles that change the first input of their module only, some of them by a hook."""
 
 
 def _check_plain_parameters(name: str, layer: nn.Module, style: ParallelStyle) -> None:
@@ -161,7 +164,10 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 try:
                     _replicate_buffers(submodule, styles[name], mesh, replicated)
                     styles[name].src_data_rank = None  # equal on all ranks
+                    num_hooks = len(submodule._forward_pre_hooks)
                     styles[name]._apply(submodule, mesh)  # parallelize_module of some versions refuses two axes
+                    if isinstance(styles[name], FIRST_INPUT) and len(submodule._forward_pre_hooks) > num_hooks:
+                        submodule.register_forward_pre_hook(_first_by_position, prepend=True, with_kwargs=True)
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
                 setattr(
@@ -176,6 +182,14 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
             if any(layout != layouts[0] for layout in layouts):
                 tied = " and ".join(names)
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
+
+
+def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The inputs of ``module``, of which hooks of styles take the first by position."""
+    if args or not kwargs:
+        return None
+    first = next(iter(inspect.signature(module.forward).parameters))
+    return ((kwargs.pop(first),) if first in kwargs else ()), kwargs
 
 
 def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -51,9 +51,13 @@ class Weights:
         self._model_parameters = ModelParameters(module)
 
     def _current_memory(self) -> dict[str, tuple[int, int]]:
-        """Where DTensors are whose memory is stepped, and their local tensors; ``.data = ...`` replaces the former."""
+        """Where DTensors are, and local tensors that are stepped; ``.data = ...`` replaces the former alone."""
         pairs = zip(self.names, self.parameters, strict=True)
-        return {name: (STORAGE(one), local(one).data_ptr()) for name, one in pairs if name in self.of_dtensors}
+        return {
+            name: (STORAGE(one), local(one).data_ptr() if name in self.of_dtensors else 0)
+            for name, one in pairs
+            if is_dtensor(one)
+        }
 
     def check_replaced(self) -> None:
         """Put parameters of the model that were replaced back into it, with the values of their replacements.
@@ -103,8 +107,8 @@ class Weights:
         """Set each stepped tensor's gradient to its weight's (in fp32 for a master); return those that exist.
 
         Raises:
-            RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient; or the step would
-                change other memory than that of a DTensor.
+            RuntimeError: a parameter that was frozen when the optimizer was set up has a gradient; or a DTensor was
+                given other memory, which the step would not change.
         """
         check_frozen(self._frozen)
         for name, at in self._current_memory().items():
