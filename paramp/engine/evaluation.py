@@ -41,7 +41,7 @@ class _SampleTotals:
         """Add what the loss of a microbatch adds to the totals; a mean, which has no count, once for each sample."""
         self._num_left -= 1
         if self._num_left >= 0:
-            self._totals.add_(torch.where(added[2] > 0, added, added * self._samples))
+            self._totals.add_(torch.where(added[1] == added[2], added, added * self._samples))
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class WeightAverages:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model with averaged weights, as :meth:`paramp.Engine.full_state_dict` returns it. A collective."""
         self._window.losses.failure.check_not_alone()
+        self._weights.put_back()
         self.begin()
         return full_state_dict(self._params, averages=True)
 

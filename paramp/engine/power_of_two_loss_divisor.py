@@ -44,9 +44,10 @@ def as_count(count: Any) -> Any:
 
     :class:`CountUnit` raises for what is no count, on every rank.
     """
-    beyond_int64 = isinstance(count, int) and abs(count) > LARGEST_COUNT
+    # torch has no int beyond int64, and would round a float to its default dtype.
+    as_float = isinstance(count, float) or (isinstance(count, int) and abs(count) > LARGEST_COUNT)
     try:
-        number = torch.as_tensor(count, dtype=torch.float64 if beyond_int64 else None)
+        number = torch.as_tensor(count, dtype=torch.float64 if as_float else None)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return count
     return number.reshape(()) if number.numel() == 1 else count

@@ -43,7 +43,7 @@ class Presence:
             numbers = dict.fromkeys(self._first_names.values(), 0.0)
             for param, is_trained in zip(self._params, key[1], strict=True):
                 numbers[self._first_names[param.name]] += (param.name not in without) + TRAINED * is_trained
-            self._here = key, torch.tensor([*numbers.values()]).double().to(self._context.device)
+            self._here = key, torch.tensor([*numbers.values()], dtype=torch.float64).to(self._context.device)
             self.any_frozen = not all(key[1])
         return self._here[1]
 

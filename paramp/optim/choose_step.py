@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..base import loop_block_sizes
 from ..base.errors import ConfigError
-from ..base.scratch_memory_cpu import Scratch
 from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep, num_step_hooks
@@ -105,7 +103,7 @@ class PlainStep:
             elif stepped is not param.parameter:
                 stepped.grad = gradient
         if self._weights.changes.due:
-            self._follow_changes()
+            self._weights.follow_changes()
         with self._state, refusing_changes(self._weights.followed):
             self._optimizer.step()
         for param, stepped in self._weights.pairs():
@@ -113,13 +111,6 @@ class PlainStep:
                 stepped.grad = None
         self._in_place.check()
         self._weights.write_back()
-
-    def _follow_changes(self) -> None:
-        """Update the masters of weights that were changed in place, block by block."""
-        size, scratch = loop_block_sizes.STEP_BLOCK[self._weights.device.type], Scratch()
-        for buffer in self._weights.buffers:
-            for start in range(0, buffer.own_size, size):
-                buffer.masters.read(slice(start, start + size), scratch)
 
     def state_loaded(self) -> None:
         """No action: nothing here depends on the optimizer's state."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.errors import ConfigError
 from ..base.staggered_memory_cpu import zeros_apart
 from .flat_buffer import Buffer, FlatParam
 from .flat_weights import OptimizerWeights
@@ -66,7 +67,16 @@ class FlatState:
                 if state:
                     optimizer.state[stepped] = state
 
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Raise a ConfigError if a group to load has an option that needs state which this engine has not allocated."""
+        for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):  # torch checks that
+            options = {**ours, **theirs}
+            if missing := set(self._states(options)).difference(self.names):
+                option = next(name for name in options if missing.isdisjoint(self._states({**options, name: 0})))
+                raise ConfigError(
+                    f"optimizer: got a state to load with {option}={options[option]}, for which the optimizer given to "
+                    f"initialize has no {missing.pop()!r}; set {option} before initialize"
+                )
         self._loading = state_dict  # torch casts loaded state to the dtype of the stepped tensor: half, for remainders
 
     @torch.no_grad()

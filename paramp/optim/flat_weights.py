@@ -26,9 +26,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..base import loop_block_sizes
 from ..base.collectives import all_gather_single
 from ..base.dtensor import is_dtensor, local, wrap
 from ..base.module_surgery import cast_parameters, trained_and_frozen
+from ..base.scratch_memory_cpu import Scratch
 from ..distributed.context import Axis, ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
 from ..distributed.replicated_axes import batch_axis_of
@@ -271,6 +273,13 @@ class OptimizerWeights:
     def by_name(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer steps on this rank, by the whole model's names."""
         return {param.name: stepped for param, stepped in self.pairs()}
+
+    def follow_changes(self) -> None:
+        """Update the masters of weights that were changed in place, block by block."""
+        size, scratch = loop_block_sizes.STEP_BLOCK[self.device.type], Scratch()
+        for buffer in self.buffers:
+            for start in range(0, buffer.own_size, size):
+                buffer.masters.read(slice(start, start + size), scratch)
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -174,10 +174,14 @@ class FusedStep:
             self._ranges = current
             self._blocks.clear()
         ranges = [one for one in current if one.group != NO_GROUP]
+        compare = self._weights.changes.due
+        if compare and (absent or len(ranges) < len(current)):  # masters that are not stepped follow too
+            self._weights.follow_changes()
+            compare = False
         if self._kernel.counts_steps:
             counted = self._counted(absent)
             self._steps.add_(counted)  # the kernels expect the number of the current step
-        self._run(ranges, divisor, skip, compare=self._weights.changes.due)
+        self._run(ranges, divisor, skip, compare=compare)
         if self._kernel.counts_steps:
             self._steps.sub_(counted * skip)  # undo it if the kernels skipped the step: the host does not know
         if self._weights.is_partitioned:

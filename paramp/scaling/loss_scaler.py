@@ -228,7 +228,10 @@ class DistributedGradScaler(GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of ``torch.amp.GradScaler`` (missing entries keep their current values)."""
+        """Load a state of this class or of ``torch.amp.GradScaler``.
+
+        Missing entries keep their current values, but overflows, of which torch's has no count, count from 0.
+        """
         super().load_state_dict(state_dict)
         if not self._enabled:
             return

@@ -17,6 +17,7 @@ from small_engines import assert_same_tensors, engine_of, own_part, sgd, train_s
 from torch import nn
 
 import paramp
+from paramp.precision.compute_context import default_dtype
 
 HUGE = 2.0**17
 """The factor by which counts differ: in fp16, gradients that are as much larger overflow, and others are 0."""
@@ -207,6 +208,16 @@ def test_counts_are_as_exact_as_fp32():
             train_step(engine, x[rows], y[rows])
         reference.step(x, y)
         reference.compare(engine, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 1003.0), (torch.float16, 70_000.0)])
+def test_a_float_is_not_rounded_to_the_default_dtype(dtype, count):
+    x, y = randn(2, 8, 4)
+    with paramp.launch_from_torch():
+        engine = engine_of(two_layers(), lambda output, target: (F.mse_loss(output, target), count))
+        with default_dtype(dtype):
+            found = engine.evaluate(x, y)
+        torch.testing.assert_close(found, F.mse_loss(engine.module(x), y).detach() / count, rtol=1e-6, atol=0)
 
 
 def units(windows, **config):

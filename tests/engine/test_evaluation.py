@@ -92,6 +92,13 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
 
 
+def test_a_sum_counts_once_where_its_count_is_0():
+    """Such as a regulariser's, where the mask leaves nothing of a batch."""
+    with paramp.launch_from_torch():
+        engine = engine_of(build(), lambda output, target: (1 + 0 * output.sum(), (target > 0).sum()))
+        assert engine.evaluate([(X, torch.ones(SAMPLES, 4)), (X, torch.zeros(SAMPLES, 4))]) == 2 / (4 * SAMPLES)
+
+
 LOADERS = {
     "shuffled": {"dataset": TensorDataset(X, Y), "shuffle": True},
     "stream": {"dataset": Stream()},

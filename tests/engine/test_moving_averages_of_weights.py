@@ -167,6 +167,14 @@ def test_a_skipped_step_leaves_every_bit():
             assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
 
 
+def test_they_begin_as_parameters_that_have_replaced_the_models():
+    with paramp.launch_from_torch(config()):
+        engine = engine_of(nn.Linear(2, 2))
+        new = {name: value + 1 for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict(new, assign=True)
+        assert_same_tensors(engine.ema.full_state_dict(), new)
+
+
 def test_a_step_without_anything_to_count_leaves_them():
     with paramp.launch_from_torch(config()):
         engine = engine_of(nn.Linear(2, 2), lambda output, counted: ((output * counted).sum(), counted.sum()))

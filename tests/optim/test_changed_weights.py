@@ -12,6 +12,7 @@ from beside_plain import seeded
 from pool import on_ranks
 from reference import local
 from small_engines import engine_of, train_step
+from test_compiled_step import replace_kernels
 from torch import nn
 
 import paramp
@@ -115,6 +116,44 @@ def test_an_announced_change_of_one_element_is_followed_without_a_warning(make, 
             COUNTED["inference mode"](engine.module.weight)
             assert step(engine, float("inf")).overflow
         assert step(engine).stepped
+        assert_followed(engine, UNSEEN, 0.375)
+
+
+class Asked(nn.Linear):
+    """A layer that is used when asked, beside one that is always."""
+
+    asked = True
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, False)
+        self.other = nn.Linear(WIDTH, WIDTH, False)
+
+    def forward(self, x):
+        return self.other(x) + (super().forward(x) if self.asked else 0)
+
+
+@pytest.mark.filterwarnings("ignore:compile.*run.* eagerly")
+@pytest.mark.parametrize("make", [*OPTIMIZERS, "compiled"])
+@pytest.mark.parametrize("edit", [*COUNTED, "announced"])
+def test_a_change_before_a_step_without_a_gradient_of_the_weight_is_followed_in_it(edit, make, monkeypatch):
+    """By averages too, and without a warning."""
+    replace_kernels(monkeypatch)
+    with paramp.launch_from_torch(HALF | {"ema": {"decay": 0.5}, "compile": make == "compiled"}):
+        engine = engine_of(seeded(Asked), loss, OPTIMIZERS.get(make, sgd))
+        step(engine)
+        engine.zero_grad()
+        if edit == "announced":
+            flat(engine)[UNSEEN] = 0.375
+            engine.weights_changed()
+        else:
+            with torch.no_grad():
+                COUNTED[edit](engine.module.weight)
+        before = engine.ema.full_state_dict()["weight"].view(-1)[UNSEEN]
+        engine.module.asked = False
+        step(engine)
+        assert engine.ema.full_state_dict()["weight"].view(-1)[UNSEEN] == (before + 0.375) / 2
+        engine.module.asked = True
+        step(engine)
         assert_followed(engine, UNSEEN, 0.375)
 
 
@@ -331,6 +370,19 @@ def test_layouts_compare_only_after_changes_and_follow_them(world):
                 step_on(engine)
                 for name, one in engine.named_parameters():
                     assert local(one.detach() - before[name]).abs().max() < 0.01, (layout, name)
+
+
+@on_ranks(2)
+def test_a_change_of_a_weight_in_no_group_is_followed_without_a_warning(world):
+    for layout, make in (("data", sgd), ("whole matrices", torch.optim.Muon)):
+        with paramp.launch_from_torch(HALF | LAYOUTS[layout]):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH))
+            plan = {"0": "colwise_gather"} if "tensor" in LAYOUTS[layout]["parallel"] else None
+            engine = engine_of(model, loss, make(model[0].parameters(), lr=RATE), plan=plan)
+            with torch.no_grad():
+                model[1].weight.fill_(0.375)
+            for _ in range(2):
+                step_on(engine)
 
 
 @pytest.mark.parametrize("finder", [0, 1])

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import paramp
 from paramp.base import loop_block_sizes
+from paramp.precision.compute_context import default_dtype
 from paramp.precision.modes import PRESETS
 
 
@@ -344,6 +345,25 @@ def test_the_optimizers_own_state_is_saved_and_loaded(make):
         assert not any(value.any() for state in engine.optimizer.state.values() for value in state.values())
 
 
+@pytest.mark.parametrize(("kind", "option"), [(torch.optim.SGD, {"momentum": 0.9}), (adamw, {"amsgrad": True})])
+def test_a_state_is_refused_for_an_option_that_no_group_had_in_the_beginning(kind, option):
+    """Before it changes anything."""
+
+    def make(parameters, *options):
+        return kind([{"params": [one], **own} for one, own in zip(parameters, options, strict=True)], lr=0.1)
+
+    ((name, value),), x = option.items(), torch.ones(4, 4)
+    state = make(nn.Linear(4, 4).parameters(), {}, option).state_dict()
+    with paramp.launch_from_torch():
+        engine = engine_of(nn.Linear(4, 4), optimizer=lambda own: make(own, {}, {}))
+        with pytest.raises(paramp.ConfigError, match=f"optimizer: got a state to load with {name}={value}, for which"):
+            engine.optimizer.load_state_dict(state)
+        assert train_step(engine, x).stepped
+        engine = engine_of(nn.Linear(4, 4), optimizer=lambda own: make(own, option, {}))
+        engine.optimizer.load_state_dict(state)
+        assert train_step(engine, x).stepped
+
+
 def result_of(config, *values):
     """Of the step of one fp16 weight that gets the gradients ``values`` in turn, on each rank."""
     config = {"precision": {"mode": "16-naive", "init_scale": 1.0}, "gradient_accumulation": len(values)} | config
@@ -556,9 +576,10 @@ def test_what_would_pass_the_step_by_is_an_error(change, message, make):
         each_raises(RuntimeError, {message: engine.step})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [{"data": 2}, {"tensor": 2}])
 @on_ranks(2)
-def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_there(world, layout):
+def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_there(world, layout, dtype):
     """Of the others the step is not wrong by itself; they end with the rank that raises."""
     with paramp.launch_from_torch({"parallel": layout}):
         engine = engine_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=PAIR if "tensor" in layout else None)
@@ -567,11 +588,12 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_named_there(world, layou
         assert train_step(engine, x).stepped
         bias.requires_grad_(world.rank == 0)
         engine.forward_backward(x, x)
-        if world.rank == 0:
-            assert engine.step().stepped
-        else:
-            with pytest.raises(RuntimeError, match=r"'0\.bias' on rank 1 .* requires_grad was changed"):
-                engine.step()
+        with default_dtype(dtype):
+            if world.rank == 0:
+                assert engine.step().stepped
+            else:
+                with pytest.raises(RuntimeError, match=r"'0\.bias' on rank 1 .* requires_grad was changed"):
+                    engine.step()
 
 
 def layers(*, tied):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from reference import small_gpt, train_engine
-from small_engines import engine_of, train_step
+from small_engines import assert_same_tensors, engine_of, train_step
 
 import paramp
 from paramp.models import GPT
@@ -78,6 +78,40 @@ def test_losses_of_ten_steps_equal_those_of_full_masters(mode, distance):
         assert min(way.abs().max() for way in ways.values()) > 0.03  # of steps of 0.01
     full, remainder = torch.tensor(losses, dtype=torch.float64)
     assert (full - remainder).abs().max() <= distance
+
+
+class Loading(torch.nn.Linear):
+    """Its bias may be loaded by another name too, beside what torch loads or in its place."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(super().forward(x))
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if "alone" not in state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *others)
+        for name in {"beside", "alone"} & state_dict.keys():
+            self.bias.copy_(state_dict[name])
+
+
+@pytest.mark.parametrize("name", ["bias", "beside", "alone"])
+def test_a_load_of_one_weight_leaves_the_masters_of_others(name):
+    """But for those of a module that calls no hooks of torch's."""
+    with paramp.launch_from_torch({"precision": "bf16-naive", "masters": "remainder"}):
+        engine = engine_of(Loading(), optimizer=ADAMW)
+        train_step(engine, torch.ones(2, 4))
+        before = engine.full_state_dict()
+        loaded = before["bias"].bfloat16()
+        with torch.no_grad():
+            engine.module.load_state_dict({name: loaded}, strict=False)
+        expected = before | {"bias": loaded.float()}
+        if name == "alone":
+            expected["weight"] = before["weight"].bfloat16().float()
+        assert not before["bias"].equal(expected["bias"])
+        assert_same_tensors(engine.full_state_dict(), expected)
 
 
 @pytest.mark.parametrize("low", [-14, -17, -30])

@@ -69,9 +69,10 @@ def test_it_is_a_grad_scaler_and_follows_torch_step_by_step():
         assert torch.equal(*weights)
         assert ours.get_scale() == theirs.get_scale()
         assert ours._get_growth_tracker() == theirs._get_growth_tracker()
-    loaded = DistributedGradScaler(hysteresis=2)
+    loaded = updated(DistributedGradScaler(hysteresis=2), 1)
     loaded.load_state_dict(theirs.state_dict())
-    assert loaded.state_dict() == loaded.state_dict() | theirs.state_dict() | {"hysteresis": 2}
+    kept = {"hysteresis": 2, "_overflow_tracker": 0}
+    assert loaded.state_dict() == loaded.state_dict() | theirs.state_dict() | kept
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,11 @@ class MatrixStep:
         if bool(skip):  # the host waits
             self._weights.changes.postpone()
             return
-        compare = self._weights.changes.due
+        if self._weights.changes.due:
+            self._weights.follow_changes()
         params, stay, owned = self._exchange.params, self._exchange.stay, self._exchange.owned
-        masters = [param.buffer.masters.read(param.own_range, compare=compare) for param in params]
-        staying = [param.buffer.masters.read(param.own_range, compare=compare) for param in stay]  # what is stepped
+        masters = [param.buffer.masters.read(param.own_range, compare=False) for param in params]
+        staying = [param.buffer.masters.read(param.own_range, compare=False) for param in stay]  # what is stepped
         gradients = dict(zip(stay, self._unscaled(stay, divisor), strict=True))
         if params:
             gradients |= self._exchange.to_owners(self._unscaled(params, divisor))

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ...base import loop_block_sizes
-from ...base.dtensor import is_dtensor
+from ...base.dtensor import is_dtensor, version
 from ...scaling.step_decision import HostCopy
 from ..flat_buffer import ALIGNMENT, Buffer, FlatParam
 
@@ -53,9 +53,6 @@ class ChangedWeights:
         self._found: list[tuple[_Sample, torch.Tensor]] = []
         self._num_steps = 0
         self._num_found = HostCopy(1, torch.float64, device)
-        self._set_parameters()
-
-    def _set_parameters(self) -> None:
         self.watches = bool(self._samples)
         parameters = [param.parameter for sample in self._samples for param in sample.buffer.params]
         self._plain, self._sharded = (
@@ -69,9 +66,8 @@ class ChangedWeights:
         return [*map(VERSION, self._plain), *map(VERSION, self._sharded), *map(VERSION, local_tensors)]
 
     def leave_out(self, buffers: Collection[Buffer]) -> None:
-        """Do not look at ``buffers``, which are compared in every step anyway."""
+        """Take no sample of ``buffers``, of which every step compares what it steps anyway."""
         self._samples = [sample for sample in self._samples if sample.buffer not in buffers]
-        self._set_parameters()
 
     def announce(self) -> None:
         """Compare all weights in the next step."""
@@ -163,22 +159,31 @@ def _runs(param: FlatParam) -> Iterator[tuple[int, int]]:
 
 
 def follow_loads(model: nn.Module, follow: Follow) -> None:
-    """Call ``follow`` after each load into ``model`` or into any module in it."""
+    """Call ``follow`` with what was loaded, after each load into ``model`` or into any module in it."""
     hook = _FollowLoads(follow)
     for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
+            module.register_load_state_dict_pre_hook(hook.begin)
             module.register_load_state_dict_post_hook(hook)
 
 
 class _FollowLoads:
-    """The hook of :func:`follow_loads`. In a copied model, which has no masters, it does nothing."""
+    """The hooks of :func:`follow_loads`. In a copied model, which has no masters, they do nothing."""
 
     def __init__(self, follow: Follow | None = None) -> None:
         self._follow = follow
+        self._before: dict[nn.Module, dict[nn.Parameter, int]] = {}
+
+    def begin(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Note the versions of the parameters that ``state_dict`` lacks: a module may load them by other names."""
+        if self._follow is not None:
+            own = module.named_parameters(recurse=False)
+            self._before[module] = {one: version(one) for name, one in own if prefix + name not in state_dict}
 
     def __call__(self, module: nn.Module, _incompatible: Any) -> None:
         if self._follow is not None:
-            self._follow(module.parameters(recurse=False))
+            before, own = self._before.pop(module, {}), module.parameters(recurse=False)
+            self._follow([one for one in own if one not in before or version(one) != before[one]])
 
     def __reduce__(self) -> Any:
         return _FollowLoads, ()

@@ -96,7 +96,8 @@ class SequenceInputs:
 
     def with_count_of_all(self, total: Any, count: Any, axis: SequenceAxis) -> tuple[Any, Any]:
         """The model's own loss, the sum and the count of its labels, with the count that belongs to the sum."""
-        return total, axis.total(torch.as_tensor(count, device=axis.device))
+        dtype = torch.float64 if isinstance(count, float) else None  # not torch's default, which may be half precision
+        return total, axis.total(torch.as_tensor(count, dtype=dtype, device=axis.device))
 
     def cut(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, axis: SequenceAxis
