@@ -20,6 +20,7 @@ the test loader begins the next epoch, as without the stop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class _Batches:
     def __len__(self) -> int:
         whole, rest = divmod(len(self.loader), self.size)
         return whole + (rest > 0 and not self.loader.drop_last)
+
+    @property
+    def num_repeated(self) -> int:
+        """1 if this rank's last batch fills the last round."""
+        rest = len(self.loader) % self.size
+        return int(0 < rest <= self.rank and not self.loader.drop_last)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # during unpickling, before __init__
@@ -128,14 +135,15 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 
 
 @contextmanager
-def evaluation_pass() -> Iterator[None]:
-    """A context in which iterations of loaders of :func:`shard_loader` repeat no sample to fill the last round.
+def evaluation_pass(*, repeats: bool = False) -> Iterator[None]:
+    """A context in which an iteration of a loader of :func:`shard_loader` is over a whole epoch.
 
-    Also those that begin inside of a wrapper, such as tqdm's. Some ranks then have a smaller last batch, or a batch
-    less. An iteration is over a whole epoch; on exit the loader's position is what it was, except for a test loader.
+    Also one that begins inside of a wrapper, such as tqdm's. On exit the loader's position is what it was, except for a
+    test loader. Unless it ``repeats``, no sample is there twice to fill the last round: some ranks have a smaller last
+    batch, or a batch less.
     """
     with ExitStack() as passes:
-        token = EVALUATION.set(lambda loader: passes.enter_context(_evaluated(loader)))
+        token = EVALUATION.set(lambda loader: passes.enter_context(_evaluated(loader, repeats)))
         try:
             yield
         finally:
@@ -143,12 +151,13 @@ def evaluation_pass() -> Iterator[None]:
 
 
 @contextmanager
-def _evaluated(loader: Any) -> Iterator[None]:
+def _evaluated(loader: Any, repeats: bool) -> Iterator[None]:
     position = loader.position
-    changes: list[tuple[Any, dict[str, Any]]] = [(one, _without_repeats(one)) for one in position.own_samplers]
-    filled = loader if isinstance(loader, ShardedBatches) else position.sampler
-    if filled is not None:
-        changes.append((filled, {"repeats": False}))
+    changes: list[tuple[Any, dict[str, Any]]] = []
+    if not repeats:
+        changes += [(one, _without_repeats(one)) for one in position.own_samplers]
+        filled = loader if isinstance(loader, ShardedBatches) else position.sampler
+        changes += [] if filled is None else [(filled, {"repeats": False})]
     if position.is_running and not position.begins_anew:
         # persistent workers serve one iteration at a time; these get others
         changes.append((loader.loader if isinstance(loader, ShardedBatches) else loader, {"_iterator": None}))
@@ -161,6 +170,24 @@ def _evaluated(loader: Any) -> Iterator[None]:
     finally:
         for owner, old in before:
             vars(owner).update(old)
+
+
+def num_repeated(loader: Any) -> float:
+    """How many samples at the end of its last batch a loader of :func:`shard_loader` repeats; infinity: all of them."""
+    if isinstance(loader, ShardedBatches):
+        return math.inf if loader.num_repeated else 0
+    if not isinstance(loader, ShardedLoader):
+        return 0
+    sampler, own = loader.position.sampler, loader.position.own_samplers
+    count = sampler.num_repeated if sampler is not None else max((_repeated_by(one, loader) for one in own), default=0)
+    return count if isinstance(loader.batch_sampler, BatchSampler) or not count else math.inf
+
+
+def _repeated_by(sampler: Any, loader: DataLoader[Any]) -> int:
+    """How many samples that a ``DistributedSampler`` repeats ``loader`` yields; it may drop its last batch."""
+    changed = _without_repeats(sampler)
+    dropped = sampler.num_samples % (loader.batch_size or 1) if loader.drop_last else 0
+    return max(sampler.num_samples - changed["num_samples"] - dropped, 0) if changed else 0
 
 
 def _without_repeats(sampler: Any) -> dict[str, int]:

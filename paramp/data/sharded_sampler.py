@@ -50,6 +50,13 @@ class ShardedSampler(Sampler[Any]):
         """``size`` under the name in torch's ``DistributedSampler``: marks a loader that is already sharded."""
         return self.size
 
+    @property
+    def num_repeated(self) -> int:
+        """How many of this rank's items, its last ones, fill the last round."""
+        rest = len(self.inner) % (self.size * self.block)  # type: ignore[arg-type]
+        given = min(max(rest - self.rank * self.block, 0), self.block)
+        return self.block - given if rest and not self.drop_last else 0
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also of ``inner`` if it has ``set_epoch``."""
         self.epoch = epoch

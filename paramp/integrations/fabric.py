@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ..base.errors import ConfigError
+from ..optim.user_optimizer import warn_of_eps
 from ..precision.compute_context import default_dtype_of, to_outputs
 from .lightning_plugin_base import LightningPrecision, map_tensors
+
+STEPPED: WeakSet[Any] = WeakSet()
+"""The optimizers that a plugin of this module has stepped."""
 
 
 class FabricPrecision(LightningPrecision):
@@ -78,6 +83,9 @@ class FabricPrecision(LightningPrecision):
             ConfigError: ``optimizer`` evaluates its closure many times per step (LBFGS).
         """
         self._check_optimizer(optimizer)
+        if optimizer not in STEPPED:  # Fabric tells a plugin of an optimizer only in its steps
+            STEPPED.add(optimizer)
+            warn_of_eps(optimizer)
         closure = kwargs.pop("closure", None)
         if closure is None:
             return self._scale.step(optimizer, **kwargs)

@@ -692,6 +692,12 @@ def test_misuse_is_refused():
     model.weight = nn.Parameter(model.weight.detach().clone())
     with pytest.raises(AmpError, match=r"apply tensor parallelism .* before amp\.initialize"):
         learn(model, optimizer)
+    for level in LEVELS:
+        model, optimizer = prepared(level)
+        learn(model, optimizer)
+        with pytest.raises(AmpError, match="load_state_dict: assign=True replaces weight, which an optimizer"):
+            model.load_state_dict(model.state_dict(), assign=True)
+        model.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     model, optimizer = prepared("O2")
     learn(model, optimizer)
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.weight))

@@ -13,6 +13,7 @@ import torch
 from pool import on_ranks, shared_folder
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from trainer_runs import LR, check_classifier, classifier, in_batches, plain_epochs, samples, sgd
 
 from paramp import ConfigError
@@ -105,6 +106,21 @@ class Reader(hooks.BaseHook):
         self.history.append((metrics["train"]["Loss"], metrics["test"]["Loss"], metrics["test"]["Accuracy"]))
 
 
+class Looks(hooks.LoadCheckpointHook):
+    """Evaluates and predicts before the first batch after a checkpoint, and after each; training goes on as before."""
+
+    def before_train_epoch(self, trainer):
+        states = trainer.states
+        trainer.evaluate(trainer._train_loader, hooks=[hooks.LossHook()])
+        assert trainer.states is states
+        assert states["metrics"]["test"]["Loss"] > 0
+        trainer.predict(samples().tensors[0])
+        assert trainer.engine.module.training
+
+    def after_train_iter(self, trainer, *_):
+        self.before_train_epoch(trainer)
+
+
 def fit(parallel=None, *, batch=4, epochs=EPOCHS, max_steps=None, hook=None, **extra):
     """A script of the trainer: the weights, the metrics of each epoch, and what was printed."""
     timer, logger, reader = MultiTimer(), get_dist_logger(), Reader()
@@ -174,7 +190,7 @@ def test_a_run_of_the_trainer_goes_on_from_its_checkpoint(world):
     for max_steps in (7, 10):
         folder = str(shared_folder())
         fit(max_steps=max_steps, hook=hooks.SaveCheckpointHook(checkpoint_dir=folder))
-        again, last, _ = fit(hook=hooks.LoadCheckpointHook(checkpoint_dir=folder))
+        again, last, _ = fit(hook=Looks(checkpoint_dir=folder))
         assert (len(last), last[-1]) == (3 - max_steps // 5, metrics[2])
         assert all(torch.equal(again[name], value) for name, value in whole.items())
     early, folder = hooks.BaseHook(priority=0), shared_folder()  # saves after the last batch, before the epoch's end
@@ -203,6 +219,22 @@ def test_the_trainer_accumulates_as_the_engine_does(world):
     assert history[0][0] == pytest.approx(metrics[0][0], rel=1e-5)
     with pytest.raises(ConfigError, match=r"gradient_accumulation: got 2, but SaveCheckpointHook .* the 5 batches"):
         fit(gradient_accumulation=2, epochs=1, hook=hooks.SaveCheckpointHook(checkpoint_dir=str(shared_folder())))
+    with pytest.raises(ConfigError, match=r"gradient_accumulation: got 5, .* the 7 batches up to the end of epoch 1"):
+        fit(gradient_accumulation=5, max_steps=7, hook=hooks.SaveCheckpointHook(checkpoint_dir=str(shared_folder())))
+
+
+def test_windows_go_on_in_the_next_epoch_and_begin_anew_in_a_later_one(tmp_path):
+    """Three batches an epoch and two a window, from epoch 1 on, which ends inside of a window."""
+    with colossalai.launch_from_torch({"gradient_accumulation": 2}):
+        model, loader = classifier(), get_dataloader(samples(24), batch_size=8)
+        engine, loader, _, _ = colossalai.initialize(model, sgd(model.parameters()), nn.CrossEntropyLoss(), loader)
+        trainer, seen, losses, found = Trainer(engine), hooks.BaseHook(priority=20), [], []
+        trainer.cur_epoch = 1
+        seen.after_train_iter = lambda trainer, output, label, loss: losses.append(loss.item())
+        seen.after_train_epoch = lambda trainer: found.append(trainer.states["metrics"]["train"]["Loss"])
+        trainer.fit(loader, epochs=3, hooks=[hooks.LossHook(), hooks.SaveCheckpointHook(2, str(tmp_path)), seen])
+    assert found == pytest.approx([losses[1], (losses[3] + losses[5]) / 2])
+    assert [one.name for one in tmp_path.iterdir()] == ["epoch2"]
 
 
 def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
@@ -234,6 +266,46 @@ def test_the_accuracy_of_tokens_or_of_what_a_function_counts(count_correct, expe
         hook.after_test_iter(trainer, output, label, None)
         hook.after_test_epoch(trainer)
     assert trainer.states["metrics"]["test"]["Accuracy"] == expected
+    other = hooks.AccuracyHook(lambda output, label: 1)
+    other.before_test_epoch(trainer)
+    with pytest.raises(ConfigError, match="AccuracyHook: got the label dict without a tensor that has dims"):
+        other.after_test_iter(trainer, output, {"number": 1}, None)
+
+
+class Five(torch.utils.data.Dataset):
+    """Five samples, of which the first is right; the label has two keys."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return torch.tensor([1.0, 0.0]), {"class": torch.tensor(int(index > 0)), "weight": torch.tensor(1.0)}
+
+
+class FiveInTurn(Five, IterableDataset):
+    def __iter__(self):
+        return map(self.__getitem__, range(5))
+
+
+@pytest.mark.parametrize("kind", ["samples", "one sample each", "batches", "stream", "sampler"])
+@on_ranks(2)
+def test_the_accuracy_counts_samples_once_that_fill_the_last_round(world, kind):
+    options = {
+        "samples": {"batch_size": 2},
+        "one sample each": {"batch_size": 1},
+        "batches": {"batch_sampler": [[0, 1], [2], [3, 4]]},
+        "stream": {"batch_size": 2},
+        "sampler": {"batch_size": 2, "sampler": DistributedSampler(Five(), 2, world.rank, shuffle=False)},
+    }
+    loader = DataLoader(FiveInTurn() if kind == "stream" else Five(), **options[kind])
+    with colossalai.launch_from_torch({}):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.eye_(model.weight)
+        optimizer, criterion = sgd(model.parameters()), lambda output, label: cross_entropy(output, label["class"])
+        engine, _, loader, _ = colossalai.initialize(model, optimizer, criterion, None, loader)
+        trainer, correct = Trainer(engine), lambda output, label: (output.argmax(-1) == label["class"]).sum()
+        trainer.evaluate(loader, hooks=[hooks.AccuracyHook(correct)])
+    assert trainer.states["metrics"]["test"]["Accuracy"] == 1 / 5
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, [0, 1, 2]), ({"test_interval": 2}, [0, 2])])

@@ -1,6 +1,7 @@
 """The user's own loaders over the data axis: every sample once, the same in a model group, as many batches on all."""
 
 import itertools
+import math
 import multiprocessing
 import random
 from functools import partial
@@ -27,7 +28,7 @@ from torch.utils.data import (
 
 import paramp
 from paramp import ConfigError
-from paramp.data.dataloader import shard_loader
+from paramp.data.dataloader import num_repeated, shard_loader
 
 # Workers are not forked from the test process: it has threads by then, whose locks a fork may copy while they are held.
 PRELOADED = ["pytest", "paramp.checkpoint.resharding", "paramp.engine.initialize", "paramp.models"]
@@ -157,6 +158,7 @@ def test_an_epoch_has_every_sample_once_and_equally_many_batches_on_all_ranks(si
         if not shuffle:
             assert sharded[:48] == list(range(48))
         orders.append(sharded)
+        assert sum(map(num_repeated, loaders)) == max(len(sharded) - 50, 0)
     assert (orders[0] != orders[1]) == shuffle
 
 
@@ -242,6 +244,7 @@ def test_custom_batch_samplers_are_sharded_by_batch():
         [[1, 2], [6], [9, 10, 11], [0]],  # filled up with the first
     ]
     assert [len(loader) for loader in loaders] == [4, 4]
+    assert [num_repeated(loader) for loader in loaders] == [0, math.inf]
     explicit = on_all(lambda: DataLoader(Numbers(9), batch_sampler=BatchSampler(range(9), 2, drop_last=True)), 2)
     assert [epoch(loader) for loader in explicit] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     single = on_all(lambda: DataLoader(Numbers(4), batch_size=None, collate_fn=lambda item: [item[0]]), 2)
@@ -314,6 +317,10 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
     sharded = shard_loader(right, 1, 2, 5)
     assert sharded.sampler is right.sampler
     assert epoch(sharded) == [[1, 3], [5, 7]]
+    odd = DistributedSampler(Numbers(9), num_replicas=2, rank=1)
+    for drop_last in (False, True):  # dropped with the last batch
+        loader_of_odd = shard_loader(DataLoader(Numbers(9), 2, sampler=odd, drop_last=drop_last), 1, 2, 5)
+        assert num_repeated(loader_of_odd) == (not drop_last)
     for replicas, rank in ((4, 1), (2, 0)):
         message = rf"DistributedSampler gives samples to rank {rank} of {replicas}, but this is data rank 1 of 2"
         with pytest.raises(ConfigError, match=message):
@@ -483,7 +490,10 @@ def consecutive(dataset, batch_size, size, in_sampler=False, **options):
     """The batches of each rank, where ranks get consecutive parts of each global batch."""
     options |= {"batch_sampler": BatchSampler(dataset, batch_size, False)} if in_sampler else {"batch_size": batch_size}
     loader = DataLoader(dataset, **options)
-    return [list(shard_loader(loader, rank, size, 7, consecutive=True)) for rank in range(size)]
+    loaders = [shard_loader(loader, rank, size, 7, consecutive=True) for rank in range(size)]
+    parts = [list(one) for one in loaders]
+    assert sum(map(num_repeated, loaders)) == max(sum(len(one) for part in parts for one in part) - len(dataset), 0)
+    return parts
 
 
 @pytest.mark.parametrize("count", [48, 21])

@@ -238,6 +238,14 @@ def test_the_plugin_computes_as_fabric_does(world):
         assert held(cast).dtype is FP16
         assert held(plugin.convert_output(cast)).dtype is FP32
 
+    # Adam's eps rounds to 0 in fp16: the first step of an optimizer says so.
+    started, _, model, _ = alone("16-true", Recorder())
+    adam = started.setup_optimizers(torch.optim.Adam(model.parameters()))
+    started.backward(model(torch.ones(2, 4)).sum())
+    with pytest.warns(UserWarning, match="optimizer: eps 1e-08 is below"):
+        adam.step()
+    adam.step()
+
     # A buffer that modules share stays shared.
     shared = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     for layer in shared:

@@ -16,7 +16,7 @@ from ....precision.modes import Precision
 from ....scaling.loss_scaling_options import LossScaling
 from ...foreign_config_values import AMP_TYPE, OPT_LEVELS, Properties, apex_properties
 from .errors import AmpError
-from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32
+from .models import AmpForward, Casts, cast_models, check_models, keep_state_dicts_fp32, refuse_assigned_weights
 from .optimizers import ApexOptimizer, check_optimizers
 from .session import LossScaler, Session, print_on_main, state
 from .user_function_casts import patch_registered
@@ -130,6 +130,7 @@ def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, c
         model.forward = AmpForward(model, casts)
     if precision.weights.itemsize < 4:
         keep_state_dicts_fp32(session.models)
+    refuse_assigned_weights(session.models)
     known = session.current_ids()
     for optimizer in optimizers:
         ApexOptimizer(optimizer, session, replaced, known)

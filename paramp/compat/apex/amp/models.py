@@ -121,6 +121,24 @@ def _map_cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda leaf: _cast(leaf, dtype), tree, is_leaf=_has_to)
 
 
+def refuse_assigned_weights(models: Sequence[nn.Module]) -> None:
+    """Make ``load_state_dict(assign=True)`` of ``models``, and of each module in them, raise an AmpError."""
+    for module in nn.ModuleList(models).modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_check_not_assigned)
+
+
+def _check_not_assigned(module: nn.Module, source: Mapping[str, Any], prefix: str, options: Any, *_: Any) -> None:
+    if not options.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module._parameters.items():
+        if id(parameter) in state.weights and source.get(prefix + name, parameter) is not parameter:
+            raise AmpError(
+                f"load_state_dict: assign=True replaces {prefix + name}, which an optimizer under amp steps, so "
+                "that it would not be trained any more; leave assign out"
+            )
+
+
 # State dicts are in fp32 at every level, so that they have the masters' values. Loading one sets masters and weights.
 
 

@@ -1,6 +1,6 @@
 """Colossal-AI's hooks of the :class:`~paramp.compat.colossalai.trainer.Trainer`.
 
-Metrics are numbers that are equal on all ranks, in every layout, so each of these hooks may log on the main rank.
+Metrics are numbers that are equal on all ranks, so each of these hooks may log on the main rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ....base.errors import ConfigError
+from ....base.trees import tensors
 from ....base.values_checked_by_type import user_path
 from ...missing import missing
 from ..context import ParallelMode
@@ -45,7 +46,8 @@ class BaseHook:
 
     ``trainer`` is the :class:`~paramp.compat.colossalai.trainer.Trainer` with ``engine``, ``states``, ``cur_epoch`` and
     ``cur_step``.
-    ``output`` and ``label`` are those of ``engine.execute_schedule``: None but on the last pipeline stage.
+    ``output`` and ``label`` are those of ``engine.execute_schedule``: None but on the last pipeline stage. Of test data
+    they lack the samples that were repeated to fill the last batch, and are None if these are all of it.
     """
 
     def __init__(self, priority: int) -> None:
@@ -82,28 +84,30 @@ class _EpochHook(BaseHook):
 class LossHook(_EpochHook):
     """The metric ``Loss``: the mean over the batches of an epoch, of training and of test data.
 
-    With ``gradient_accumulation`` it is the mean over the windows that end in the epoch.
+    With ``gradient_accumulation`` it is the mean over the windows that end in the epoch. Samples that are repeated to
+    fill the last test batch count too; ``engine.evaluate(loader)`` counts each once.
     """
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
-        self._losses: list[torch.Tensor] = []
+        self._losses: dict[str, list[torch.Tensor]] = {}
 
     def before_train_epoch(self, trainer: Any) -> None:
-        self._losses = []
+        self._losses["train"] = []
 
-    before_test_epoch = before_train_epoch
+    def before_test_epoch(self, trainer: Any) -> None:
+        self._losses["test"] = []
 
     def after_train_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        if (trainer.cur_step + 1) % trainer.engine.context.config.gradient_accumulation == 0:
-            self._losses.append(loss)  # of the whole window
+        if not trainer.engine._window.is_open:
+            self._losses["train"].append(loss)  # of the whole window
 
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
-        self._losses.append(loss)
+        self._losses["test"].append(loss)
 
     def end_epoch(self, trainer: Any, phase: str) -> None:
-        mean = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
-        trainer.states["metrics"][phase]["Loss"] = mean
+        losses = self._losses[phase]
+        trainer.states["metrics"][phase]["Loss"] = float(torch.stack(losses).mean()) if losses else float("nan")
 
 
 class AccuracyHook(BaseHook):
@@ -112,6 +116,9 @@ class AccuracyHook(BaseHook):
     Args:
         accuracy_func: the number of correct samples of a batch, from output and label; or
             :class:`~paramp.compat.colossalai.nn.metric.Accuracy`, which counts the label's elements, such as tokens.
+
+    Raises:
+        ConfigError: after a batch: its label has no tensor with the samples in dim 0.
     """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
@@ -124,13 +131,23 @@ class AccuracyHook(BaseHook):
     def after_test_iter(self, trainer: Any, output: Any, label: Any, loss: Any) -> None:
         if output is not None and trainer.engine.context.tensor_axis.rank == 0:  # once for each data rank
             self._counts[0] += float(self.accuracy_func(output, label))
-            self._counts[1] += label.numel() if isinstance(self.accuracy_func, Accuracy) else len(label)
+            self._counts[1] += label.numel() if isinstance(self.accuracy_func, Accuracy) else _num_samples(label)
 
     def after_test_epoch(self, trainer: Any) -> None:
         counts = torch.tensor(self._counts, dtype=torch.float64, device=trainer.engine.context.device)
         dist.all_reduce(counts)
         correct, count = counts.tolist()
         trainer.states["metrics"]["test"]["Accuracy"] = correct / count if count else float("nan")
+
+
+def _num_samples(label: Any) -> int:
+    for tensor in tensors(label):
+        if tensor.ndim:
+            return len(tensor)
+    raise ConfigError(
+        f"AccuracyHook: got the label {type(label).__name__} without a tensor that has dims, expected the samples in "
+        "dim 0 of one; write a subclass of BaseHook for other labels"
+    )
 
 
 class LRSchedulerHook(BaseHook):
@@ -308,7 +325,7 @@ class SaveCheckpointHook(BaseHook):
     The checkpoint includes the schedulers of each :class:`LRSchedulerHook`, which are called before.
 
     Raises:
-        ConfigError: before training: ``gradient_accumulation`` leaves a window open at the end of the first epoch.
+        ConfigError: before training: ``gradient_accumulation`` leaves a window open at the end of an epoch to save.
     """
 
     def __init__(self, interval: int = 1, checkpoint_dir: str = "./ckpt", suffix: str = "", priority: int = 10) -> None:
@@ -319,12 +336,13 @@ class SaveCheckpointHook(BaseHook):
 
     def before_train(self, trainer: Any) -> None:
         window = trainer.engine.context.config.gradient_accumulation
-        batches = min(trainer.steps_per_epoch, trainer.max_steps or trainer.steps_per_epoch)
-        if trainer.cur_epoch == 0 and batches % window:
-            raise ConfigError(
-                f"gradient_accumulation: got {window}, but SaveCheckpointHook saves after the {batches} batches of the "
-                f"first epoch, inside of a step; choose a divisor of {batches}, or other batches of the loader"
-            )
+        for epoch, batches in trainer._epochs_to_come():
+            if epoch % self.interval == 0 and batches % window:
+                raise ConfigError(
+                    f"gradient_accumulation: got {window}, but SaveCheckpointHook saves after the {batches} batches up "
+                    f"to the end of epoch {epoch}, inside of a step; choose a divisor of {batches}, other batches of "
+                    "the loader or another max_steps"
+                )
 
     def after_train_epoch(self, trainer: Any) -> None:
         if trainer.cur_epoch % self.interval == 0:

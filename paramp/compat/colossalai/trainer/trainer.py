@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ....base.errors import ConfigError
+from ....base.trees import map_tensors, tensors
+from ....data.dataloader import evaluation_pass, num_repeated
 from ....data.loader_position import WithPosition
 from ....engine.engine import Engine
+from ....engine.evaluation import evaluation_mode
 from ..logging import DistributedLogger
 from ..timer import MultiTimer
 from .hooks import BaseHook
@@ -45,6 +50,7 @@ class Trainer:
         self.cur_epoch = self.cur_step = self.steps_per_epoch = self.max_epochs = 0
         self.max_steps: int | None = None
         self._train_loader: Any = None
+        self._is_fitting = False
         self._logger = logger
 
     @property
@@ -77,21 +83,19 @@ class Trainer:
         """
         self.steps_per_epoch, self.max_epochs, self.max_steps = len(train_dataloader), epochs, max_steps
         self._train_loader = train_dataloader
-        self._attach(hooks)
-        self._call("before_train")
-        given = _given_before(train_dataloader)
-        if given >= self.steps_per_epoch:  # a checkpoint after the last batch of an epoch, before its end
-            next(iter(train_dataloader), None)
-            given = 0
-        self.cur_step = max(self.cur_step, self.cur_epoch * self.steps_per_epoch + given)
-        while self.cur_epoch < epochs and not self._is_over():
-            self._run(train_dataloader, "train", display_progress, return_output_label)
-            if test_dataloader is not None and self.cur_epoch % test_interval == 0:
-                self._test(test_dataloader, display_progress, return_output_label)
-            self.cur_epoch += 1
-        if self._is_over() and self._logger is not None:
-            self._logger.info(f"training ends after max_steps = {max_steps} batches", ranks=[0])
-        self._call("after_train")
+        with self._fitting(hooks):
+            self._call("before_train")
+            self.cur_step = self._first_step()
+            if _given_before(train_dataloader) >= self.steps_per_epoch:  # a checkpoint before the end of an epoch
+                next(iter(train_dataloader), None)
+            while self.cur_epoch < epochs and not self._is_over():
+                self._run(train_dataloader, "train", display_progress, return_output_label)
+                if test_dataloader is not None and self.cur_epoch % test_interval == 0:
+                    self._test(test_dataloader, display_progress, return_output_label)
+                self.cur_epoch += 1
+            if self._is_over() and self._logger is not None:
+                self._logger.info(f"training ends after max_steps = {max_steps} batches", ranks=[0])
+            self._call("after_train")
 
     def evaluate(
         self,
@@ -100,21 +104,69 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Evaluate the data of ``test_dataloader``; the arguments are those of :meth:`fit`."""
-        self._attach(hooks)
-        self._test(test_dataloader, display_progress, return_output_label)
+        """Evaluate the data of ``test_dataloader``; the arguments are those of :meth:`fit`.
+
+        A hook of ``fit`` may call it. Training then goes on as before, and the metrics are among its ``states``.
+        """
+        with self._aside():
+            self._attach(hooks)
+            self._test(test_dataloader, display_progress, return_output_label)
 
     def predict(self, data: Any) -> Any:
         """The model's output for ``data`` in evaluation mode, without gradients; None but on the last stage."""
-        self.engine.eval()
-        return self.engine.execute_schedule(iter([(data, data)]), forward_only=True, return_loss=False)[0]
+        with self._aside():
+            self.engine.eval()
+            return self.engine.execute_schedule(iter([(data, data)]), forward_only=True, return_loss=False)[0]
+
+    def _epochs_to_come(self) -> Iterator[tuple[int, int]]:
+        """In ``before_train``, each epoch of this ``fit``, and how many batches it trains on up to the epoch's end."""
+        last = math.inf if self.max_steps is None else self.max_steps - self._first_step()
+        trained = 0
+        for number, epoch in enumerate(range(self.cur_epoch, self.max_epochs), start=1):
+            if trained >= last:
+                return
+            trained = int(min(number * self.steps_per_epoch - self._given(), last))
+            yield epoch, trained
+
+    def _given(self) -> int:
+        """The batches of the first epoch of a ``fit`` that an earlier run has trained on."""
+        given = _given_before(self._train_loader)
+        return given if given < self.steps_per_epoch else 0  # those of the epoch before, which has only to be ended
+
+    def _first_step(self) -> int:
+        """:attr:`cur_step` at the start of a ``fit``."""
+        return max(self.cur_step, self.cur_epoch * self.steps_per_epoch + self._given())
+
+    @contextmanager
+    def _fitting(self, hooks: Sequence[BaseHook] | None) -> Iterator[None]:
+        """The context of a ``fit`` with ``hooks``."""
+        self._attach(hooks)
+        self._is_fitting = True
+        try:
+            yield
+        finally:
+            self._is_fitting = False
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """In a hook of ``fit``, a context that leaves the hooks and the modes of the modules as they were."""
+        if not self._is_fitting:
+            yield
+            return
+        hooks = self.hooks
+        with evaluation_mode(self.engine.module):
+            try:
+                yield
+            finally:
+                self.hooks = hooks
 
     def _attach(self, hooks: Sequence[BaseHook] | None) -> None:
         for hook in hooks or ():
             if not isinstance(hook, BaseHook):
                 raise ConfigError(f"hooks: got {hook!r}, expected objects of subclasses of trainer.hooks.BaseHook")
         self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)
-        self.states = {"metrics": {"train": {}, "test": {}}}
+        if not self._is_fitting:
+            self.states = {"metrics": {"train": {}, "test": {}}}
         if self._logger is not None and self.hooks:
             names = ", ".join(type(hook).__name__ for hook in self.hooks)
             self._logger.info(f"hooks, in the order of their calls: {names}", ranks=[0])
@@ -133,21 +185,24 @@ class Trainer:
         self.engine.train(training)
         self._call(f"before_{phase}_epoch")
         self.timer.start(f"{name}-epoch")
-        first, count = _given_before(loader) + 1, len(loader)
-        batches = iter(loader)
-        for number in range(first, count + 1):
-            self._call(f"before_{phase}_iter")
-            self.timer.start(f"{name}-step")
-            results = self._step(batches, training, return_output_label)
-            self.timer.stop(f"{name}-step", keep_in_history=True)
-            self._call(f"after_{phase}_iter", *results)
-            self.cur_step += training
-            if shows:
-                self._show(f"[Epoch {self.cur_epoch} / {name}] {number}/{count}", last=number == count)
-            if training and self._is_over() and number < count:
-                break
-        else:
-            next(batches, None)  # its end, so that a checkpoint does not resume in this epoch
+        with nullcontext() if training else evaluation_pass(repeats=True):
+            first, count = (_given_before(loader) if training else 0) + 1, len(loader)
+            batches = iter(loader)
+            for number in range(first, count + 1):
+                self._call(f"before_{phase}_iter")
+                self.timer.start(f"{name}-step")
+                output, label, loss = self._step(batches, training, return_output_label)
+                self.timer.stop(f"{name}-step", keep_in_history=True)
+                if not training and number == count:
+                    output, label = _without_repeats(output, label, num_repeated(loader))
+                self._call(f"after_{phase}_iter", output, label, loss)
+                self.cur_step += training
+                if shows:
+                    self._show(f"[Epoch {self.cur_epoch} / {name}] {number}/{count}", last=number == count)
+                if training and self._is_over() and number < count:
+                    break
+            else:
+                next(batches, None)  # its end, so that a checkpoint does not resume in this epoch
         self.timer.stop(f"{name}-epoch", keep_in_history=True)
         self._call(f"after_{phase}_epoch")
 
@@ -171,6 +226,23 @@ class Trainer:
     def _call(self, moment: str, *results: Any) -> None:
         for hook in self.hooks:
             getattr(hook, moment)(self, *results)
+
+
+def _without_repeats(output: Any, label: Any, repeated: float) -> tuple[Any, Any]:
+    """``output`` and ``label`` of a batch without its last samples, which are there twice; None without any other."""
+    size = next((len(one) for one in tensors((label, output)) if one.ndim), 0)
+    if not size or not repeated:
+        return output, label
+    if (kept := size - repeated) <= 0:
+        return None, None
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        """Those of the samples that stay; a sample may have several, such as its tokens."""
+        if not tensor.ndim or len(tensor) % size:
+            return tensor
+        return tensor[: len(tensor) // size * int(kept)]
+
+    return map_tensors(rows, output), map_tensors(rows, label)
 
 
 def _given_before(loader: Any) -> int:
