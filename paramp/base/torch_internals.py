@@ -99,6 +99,7 @@ INVENTORY = (
     Private("torch.utils._python_dispatch", "TorchDispatchMode", "refusing random numbers in experts"),
     Private("torch._compile", "_disable_dynamo", "products and exchanges of experts outside of compiled graphs"),
     Private("torch", "_native_multi_head_attention _transformer_encoder_layer_fwd", "refusing whole layers"),
+    Private("torch.backends.mha", "_is_fastpath_enabled", "attention over the context axis in evaluation"),
     Private("torch.cpu", "_is_amx_tile_supported _is_avx512_bf16_supported", "what the CPU computes in"),
     Private("torch.ops.mkldnn", "_is_mkldnn_bf16_supported _is_mkldnn_fp16_supported", "what the CPU computes in"),
     Private(
@@ -225,8 +226,8 @@ INVENTORY = (
     ),
     Private(
         PARAM,
-        "_module_info _sharded_param_data _unsharded_param init_dtype_attrs mp_policy orig_dtype "
-        "padded_sharded_param_size param_dtype reduce_dtype sharded_param unsharded_accumulated_grad",
+        "_module_info _sharded_param_data _unsharded_param fsdp_placement init_dtype_attrs mesh_info mp_policy "
+        "orig_dtype padded_sharded_param_size param_dtype reduce_dtype sharded_param unsharded_accumulated_grad",
         "the memory, the dtypes and the gradient of a sharded parameter",
     ),
     Private(PARAM, "_tp_spec", "the placements of a gradient over tensor ranks", until="2.11"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -97,6 +98,11 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     ties = tie_stages(plan.ties, module, context)
     _redirect_saving(module, context)
     stages = Stages(joined, _stages(joined.parts, numerics, context), units)
+    stages.elsewhere = [
+        (names[0], weakref.ref(one))  # their memory is not kept
+        for one, names in plan.names_of.items()
+        if one.requires_grad and one.grad is None and shapes.keys().isdisjoint(names)
+    ]
     for stage in stages:
         stage.shared_buffers = shared
     return LocalModel(stages, shapes, units, ties, overflow)

@@ -54,8 +54,8 @@ class ForeignBackward:
             if units is not None:
                 self.handles = [units.on_gradient(call)]
             else:
-                parameters = self._gradients.parameters
-                self.handles = [one.register_post_accumulate_grad_hook(call).remove for one in parameters]
+                trained = [one for one in self._gradients.parameters if one.requires_grad]  # some may be frozen now
+                self.handles = [one.register_post_accumulate_grad_hook(call).remove for one in trained]
 
     def _notice_gradient(self, _: torch.Tensor) -> None:
         self.accumulated = True

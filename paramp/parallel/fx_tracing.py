@@ -35,6 +35,7 @@ from .materialize import outline
 from .partition import is_sequential
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
+storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
 """torch functions of numbers, which are patched to accept proxies."""
@@ -121,6 +122,8 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
     for name in sorted(opened):
         check_mode(name, model.get_submodule(name), model)
     generators = _Generators(model)
+    tensors = [pair for pair in named_tensors(model) if not nn.parameter.is_lazy(pair[1])]
+    before = [_state(one) for _, one in tensors]
     graphs = {}
     try:
         for training in (True, False):
@@ -128,6 +131,11 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             tracer = _Tracer(opened, call, generators)
             with tracer.recording_factories():
                 graphs[training] = tracer.trace(model)
+        if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state]:
+            raise fx.proxy.TraceError(
+                f"it changes {changed[0]!r}, which it gets from parameters() or the like, outside of its modules: "
+                "tracing does not record that; change it in a submodule, or between steps"
+            )
     except Exception as error:
         raise ConfigError(
             f"parallel.pipeline.size: {type(model).__name__} is not an nn.Sequential, and tracing its forward failed"
@@ -139,6 +147,11 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             module.training = training
         generators.restore()
     return graphs
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """What differs once ``tensor`` was changed in place, or given another ``.data``."""
+    return tensor._version, storage_address(tensor)
 
 
 def _where(error: Exception) -> str:
@@ -269,6 +282,11 @@ class _Tracer(fx.Tracer):
         return lambda root, *proxies: root_fn(root, *proxies, **named), [self.root, *inputs]
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
+            raise fx.proxy.TraceError(
+                "it computes with parameters that it gets from parameters() or the like, which tracing does not "
+                "record; use attributes, such as self.up.weight, or compute it in a submodule"
+            )
         # A graph takes no other mappings than dicts, and makes dataclasses of all their fields.
         if isinstance(a, nn.Module) or not (isinstance(a, Mapping) or dataclasses.is_dataclass(a)):
             return super().create_arg(a)

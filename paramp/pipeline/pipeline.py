@@ -120,8 +120,22 @@ class Pipeline:
         thawed = [parameter for _, parameter in self._frozen if backward and parameter.requires_grad]
         with _requiring_gradients(thawed, False):  # FSDP2 would refuse them in a stage for which others wait
             self._run_schedule(microbatches, backward, before_last_backward)
+        if backward and (name := self._drop_gradients_elsewhere()) is not None and self._failure is None:
+            self._failure = ConfigError(
+                f"criterion: it uses {name!r} of the model that initialize was given, which another stage trains, so "
+                "that its gradient would be lost; compute what depends on weights in the model's forward, or use the "
+                "optimizer's weight_decay"
+            )
         if self._failure is not None:
             raise self._failure
+
+    def _drop_gradients_elsewhere(self) -> str | None:
+        """The name of a parameter of another rank's stage that has got a gradient here; None if none has."""
+        found = None
+        for name, reference in self._stages.elsewhere:
+            if (parameter := reference()) is not None and parameter.grad is not None:
+                parameter.grad, found = None, found or name
+        return found
 
     def _run_schedule(
         self, microbatches: list[Batch], backward: bool, before_last_backward: Callable[[], None]

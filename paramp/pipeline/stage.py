@@ -113,6 +113,8 @@ class Stages(nn.Module):
         self.training = self.module.training
         self._joined = joined
         self.units = units
+        self.elsewhere: Sequence[tuple[str, Callable[[], nn.Parameter | None]]] = ()
+        """References to the trained parameters of the model that other ranks have, by name."""
         self.streams = [one.random for one in stages if isinstance(one.random, RandomStream)]
         """The random streams of the stages."""
 

@@ -368,6 +368,10 @@ def test_a_backward_past_the_engine_is_an_error(precision, another):
         with paramp.launch_from_torch({"precision": precision}):
             engine = engine_of(linear())
             if mistaken:
+                x = X[0].clone().requires_grad_()
+                engine.module.requires_grad_(False)  # as in a GAN
+                torch.autograd.grad(engine(x).sum(), x)
+                engine.module.requires_grad_()
                 engine.criterion(engine(X[0]), Y[0]).backward()
                 with pytest.raises(RuntimeError, match=r"loss\.backward\(\) was called on an output of the engine"):
                     engine.backward(engine.criterion(engine(X[0]), Y[0])) if another else engine.step()

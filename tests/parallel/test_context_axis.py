@@ -345,6 +345,9 @@ def test_outputs_and_evaluations_are_of_whole_sequences(world):
         output, label, _ = engine.execute_schedule(iter([(tokens, target)]), forward_only=True)
         torch.testing.assert_close(output, whole, rtol=1e-5, atol=1e-6)
         assert torch.equal(label, target)
+        layer, x = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(2, 8, 8)  # has kernels
+        expected = F.mse_loss(layer.eval()(x), x).item()
+        assert engine_of(layer, F.mse_loss).evaluate(x, x).item() == pytest.approx(expected, rel=1e-5)
 
 
 OF_OUTPUTS = {

@@ -153,6 +153,12 @@ OF_RANKS = {
         TP2,
         plan={"0": "colwise", "1": "rowwise"},
     ),
+    "output of an attention": case(
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 4)),
+        "plan: '0.self_attn.out_proj' is the output layer of an nn.MultiheadAttention, which computes with its weight",
+        *(TP2,),
+        plan={"0.self_attn.out_proj": "rowwise"},
+    ),
     "packed norm": case(norm_last, "expected a Linear or a Conv1D", TP2, plan={"1": "packed_colwise_2"}),
     "tie": case(
         lambda: tied(0, 1, 2), r"0\.weight and 1\.weight are one parameter", pp2() | TP2, DP2 | TP2, plan=TWO_WAYS

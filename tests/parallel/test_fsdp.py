@@ -10,8 +10,11 @@ from counting import Collectives
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
+from paramp.base.dtensor import is_dtensor
 from paramp.base.wrapped_models import is_unit
 from paramp.parallel.fsdp.fsdp2_internals import drop_prefetched, groups
 
@@ -192,3 +195,43 @@ def test_a_batch_of_another_shape_drops_no_gradients_of_the_window(world):
             engine.forward_backward(*own_part(context, *batch))
             result = engine.step()
         assert float(result.grad_norm) == pytest.approx(float(expected), rel=1e-5)
+
+
+class Changing(nn.Module):
+    """A layer, and a frozen one, whose forward changes the weight ``name``, as a momentum encoder's does."""
+
+    name = ""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.name == "layer.weight":
+                weight = self.layer.weight
+                (weight if is_dtensor(weight) else weight[0]).mul_(0.5)  # that of one rank's shard
+            elif self.name:
+                self.frozen.bias.data = self.frozen.bias.data * 0.5
+        return self.layer(x) - self.frozen(x)
+
+
+@pytest.mark.parametrize("parallel", [{"data": {"shard": 4}}, {"data": {"shard": 2}, "tensor": 2}], ids=["4", "2-tp2"])
+@on_ranks(4)
+def test_what_gathered_weights_cannot_do(world, parallel):
+    plan = {"*.layer": ColwiseParallel(output_layouts=Replicate())} if "tensor" in parallel else None
+    for name in ("layer.weight", "frozen.bias"):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            engine = engine_of(nn.Sequential(Changing(), Changing()), plan=plan)
+            engine.module.get_submodule("1").name = name
+            for call in (engine.forward_backward, engine.evaluate):
+                with pytest.raises(paramp.ConfigError, match=f"the model's forward changes '1.{name}', which is gath"):
+                    call(X, Y)
+    with paramp.launch_from_torch({"parallel": parallel}):
+        engine, x = engine_of(nn.Sequential(Changing(), Changing()), plan=plan), X.clone().requires_grad_()
+        with pytest.raises(paramp.ConfigError, match="got create_graph=True, expected gradients of the first order"):
+            torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(engine(x).sum(), x)
+        assert gradient.any()
+        engine.forward_backward(X, Y)
+        assert engine.step().stepped

@@ -146,6 +146,20 @@ class Silent(Two):
         return self.two(y)
 
 
+class Moving(Two):
+    """Moves a copy of a layer towards it, as a momentum encoder does."""
+
+    def forward(self, x):
+        for weight, copy in zip(self.one.parameters(), self.two.parameters(), strict=True):
+            copy.data = copy.data * 0.9 + weight.data * 0.1
+        return self.two(self.one(x))
+
+
+class Penalized(Two):
+    def forward(self, x):
+        return self.two(self.one(x)) + sum(weight.square().sum() for weight in self.parameters())
+
+
 class Skipping(Two):
     """Draws whether a layer runs, from a generator of its own."""
 
@@ -187,6 +201,8 @@ def drawn_from_a_closure(generator):
     [
         (Branching(), None, r"Branching is not an nn\.Sequential.*_fx\.py:\d+ .*control flow.*into a submodule"),
         (Silent(), None, r"inside torch\.no_grad"),
+        (Moving(), None, r"it changes 'two\.weight', which it gets from parameters\(\) or the like, outside of its"),
+        (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),
         (Two(), ["one"], "leaves the stage before it empty"),

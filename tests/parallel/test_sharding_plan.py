@@ -213,6 +213,21 @@ def test_dropout_of_sharded_features(world, style):
         assert (masks[0] == masks[1]) == (style is None)
 
 
+@on_ranks(2)
+def test_torchs_encoder_evaluates_with_sharded_layers(world):
+    """In evaluation torch has a kernel for a whole layer, which calls no module."""
+
+    def build():
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+
+    (x, y), hidden = randn(2, 4, 6, 8), torch.arange(6).expand(4, 6) >= 4
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
+        engine = engine_of(seeded(build), plan={"**.linear1": "colwise", "**.linear2": "rowwise"})
+        for inputs in ({"src": x}, {"src": x, "src_key_padding_mask": hidden}):
+            expected = F.mse_loss(seeded(build)(**inputs), y).item()
+            assert engine.evaluate(inputs, y).item() == pytest.approx(expected, rel=1e-5)
+
+
 class NormedHeads(nn.Module):
     """Features of which heads of 4 share a norm, as the queries of an attention may; ``down`` may begin as zeros."""
 

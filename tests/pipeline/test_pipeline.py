@@ -237,6 +237,23 @@ def test_a_gradient_that_the_first_batch_had_not_is_an_error(world):
             engine.forward_backward(x, x)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
+@on_ranks(2)
+def test_a_criterion_of_weights_of_another_stage_is_an_error_on_every_rank(world, schedule):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule}}}):
+        model, x, used = chain(4, 4, 4, 4, 4), torch.ones(4, 4), []
+        engine = engine_of(model, lambda output, _: output.mean() + sum(weight.square().sum() for weight in used))
+        used.append(model[0].weight)
+        with pytest.raises(
+            paramp.ConfigError, match=r"criterion: it uses '0\.weight' of the model that initialize was"
+        ):
+            engine.forward_backward(x, x)
+        engine.zero_grad()
+        used[0] = model[3].weight  # of the last stage
+        engine.forward_backward(x, x)
+        assert engine.step().stepped
+
+
 def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():
     linked, model = LinkedStage(SimpleNamespace(device=torch.device("cpu")), pytest.fail), nn.Linear(4, 4)
     linked.output = {"logits": model(torch.ones(2, 4)), "labels": torch.zeros(2)}

@@ -156,7 +156,10 @@ class SequenceAxis:
         """A context for forwards and backwards, in which attention goes over the whole sequence."""
         ACTIVE.append(self)
         try:
-            with patched(F, "scaled_dot_product_attention", scaled_dot_product_attention):
+            with (
+                patched(F, "scaled_dot_product_attention", scaled_dot_product_attention),
+                patched(torch.backends.mha, "_is_fastpath_enabled", False),  # in evaluation it calls no function
+            ):
                 yield
         finally:
             ACTIVE.remove(self)

@@ -94,6 +94,30 @@ def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
     return next((one._unsharded_param for one in found), parameter)
 
 
+def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
+    """By torch's record, what differs once a gathered parameter of ``unit``, which runs, was changed in place or given
+    another ``.data``; not after a change in place of its ``.data``, which nothing counts."""
+    found = {one: one._unsharded_param for group in groups(unit) for one in group.fsdp_params}
+    return {
+        record: (0 if whole.is_inference() else whole._version, local(whole).data_ptr())
+        for record, whole in found.items()
+    }
+
+
+def differs_from_shards(one: Any) -> bool:
+    """Whether the gathered parameter of torch's record ``one`` has other values than its shards.
+
+    A collective over the ranks of the shards, each of which looks at its own part.
+    """
+    whole, shard = local(one._unsharded_param).detach(), local(one.sharded_param).detach()
+    dim, mesh = one.fsdp_placement.dim, one.mesh_info
+    parts = whole.chunk(mesh.shard_mesh_size, dim)
+    own = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else whole.narrow(dim, 0, 0)
+    differs = torch.tensor(float(not torch.equal(own, shard.to(own.dtype))), device=whole.device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX, mesh.shard_process_group)
+    return bool(differs)
+
+
 def drop_gradients(records: Iterable[Any]) -> None:
     """Drop the gradients of gathered parameters, which are not reduced yet."""
     for one in records:

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
+from ...base.errors import ConfigError
 from ...base.held_tensors import held_tensors
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, older_than, take
@@ -97,6 +98,7 @@ class ShardedUnits:
         self._roots: list[Any] = []
         self._units: list[Any] = []
         self._records: dict[nn.Parameter, Any] = {}
+        self._names: dict[Any, str] = {}
         self._listeners: list[Callable[[torch.Tensor], None]] = []
         self._order = UnitOrder(context)
         self.sum_for_loss_ = self._order.sum_for_loss_
@@ -106,9 +108,10 @@ class ShardedUnits:
             self._shard_stage(stage, names, experts, sharded)
             sharded.update(stage.parameters())
         every = {parameter: name for stage in stages for name, parameter in stage.named_parameters()}
-        named = [(every[fsdp2_internals.held(one)], one) for one in self._params()]
+        self._names.update((one, every[fsdp2_internals.held(one)]) for one in self._params())
         trained = self._trained()
-        self._order.watch([name for name, _ in named], trained)
+        self._order.watch([*self._names.values()], trained)
+        named = ((name, one) for one, name in self._names.items())
         self._frozen = [pair for pair, is_trained in zip(named, trained, strict=True) if not is_trained]
 
     # ------------------------------------------------------------------------------------------------------ sharding
@@ -153,9 +156,11 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        output = _Output()
+        output, weights = _Output(), _Weights(self._names)
         module.register_forward_pre_hook(output.begin)
-        module.register_forward_hook(output.prepare)  # before that of fully_shard
+        module.register_forward_pre_hook(weights.begin)
+        module.register_forward_hook(weights.check)  # like the next one before that of fully_shard
+        module.register_forward_hook(output.prepare)
         # Given in any case: without it torch reduces in ``dtype``, but from 2.15 on in that of the sharded parameters.
         reduce_dtype = context.config.precision.reduce_dtypes.dp or dtype
         kept = self._pipelined or is_root or not context.config.parallel.data_axes.reshard_after_forward
@@ -376,6 +381,9 @@ class _Output:
     def prepare(self, module: Any, _: Any, output: Any) -> Any:
         output = map_tensors(lambda tensor: tensor if tensor._base is None else _NoView.apply(tensor), output)
         leaves = tree_leaves(output)
+        for tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(_refuse_graph)  # before that of fully_shard, which gathers the unit
         if torch.is_grad_enabled() and not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             seen = set(map(id, leaves))
             hidden = [
@@ -388,6 +396,40 @@ class _Output:
             if made:
                 module._get_fsdp_state()._register_pre_backward_hook(made)
         return output
+
+
+def _refuse_graph(_: torch.Tensor) -> None:
+    """Raise a ConfigError in a backward that is recorded for another one, which would read freed parameters."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "parallel.data.shard: got create_graph=True, expected gradients of the first order, because the backward "
+            "of a backward does not gather parameters; set data.shard to 1, and zero=1 to share the optimizer's state"
+        )
+
+
+class _Weights:
+    """The gathered parameters of a unit, whose forward must not change them: the shards would keep their values."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        """``names``: of the parameters in the model, by torch's records of them."""
+        self._names = names
+        self._before: dict[Any, tuple[int, int]] = {}
+
+    @uncompiled
+    def begin(self, module: nn.Module, _: Any) -> None:
+        self._before = fsdp2_internals.states_of_gathered(module)
+
+    @uncompiled
+    def check(self, module: nn.Module, *_: Any) -> None:
+        after = fsdp2_internals.states_of_gathered(module)
+        for one, state in after.items():
+            # Parametrizations, such as peft's of parameters, write to a weight what it has.
+            if state != self._before.get(one) and fsdp2_internals.differs_from_shards(one):
+                raise ConfigError(
+                    f"parallel.data.shard: the model's forward changes {self._names[one]!r}, which is gathered for it "
+                    "from shards that would keep their values; change it between steps, by its name in "
+                    "engine.named_parameters(), or set data.shard to 1"
+                )
 
 
 class _NoView(torch.autograd.Function):

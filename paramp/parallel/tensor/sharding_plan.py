@@ -114,6 +114,12 @@ def _check_plain_parameters(name: str, layer: nn.Module, style: ParallelStyle) -
         return
     for inner, child in layer.named_modules():
         full = f"{name}.{inner}".rstrip(".")
+        if isinstance(child, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise ConfigError(
+                f"plan: {full!r} is the output layer of an nn.MultiheadAttention, which computes with its weight and "
+                "does not call it; leave it out of the plan, or write an attention of Linear layers and "
+                "F.scaled_dot_product_attention"
+            )
         if parametrize.is_parametrized(child):
             for tensor, steps in child.parametrizations.items():
                 kinds = ", ".join(type(step).__name__.lstrip("_") for step in steps)
@@ -173,6 +179,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 setattr(
                     submodule, PLAN_ENTRY, getattr(styles[name], PLAN_ENTRY, f"plan: {type(styles[name]).__name__}")
                 )
+        _turn_off_fast_path(module, styles)
         for name, old in before.items():
             new = module.get_parameter(name)
             if new is not old:
@@ -190,6 +197,17 @@ def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
         return None
     first = next(iter(inspect.signature(module.forward).parameters))
     return ((kwargs.pop(first),) if first in kwargs else ()), kwargs
+
+
+def _turn_off_fast_path(module: nn.Module, styles: Iterable[str]) -> None:
+    """Let torch's encoder layers with ``styles`` inside call their layers in evaluation too: else one kernel computes
+    with their parameters."""
+    for name, child in module.named_modules(remove_duplicate=False):
+        if any(inner.startswith(f"{name}." if name else "") for inner in styles):
+            if isinstance(child, nn.TransformerEncoderLayer):
+                child.activation_relu_or_gelu = 0
+            elif isinstance(child, nn.TransformerEncoder):
+                child.use_nested_tensor = False
 
 
 def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:
