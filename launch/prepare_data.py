@@ -56,7 +56,7 @@ def prepare(inputs: list[Path], output: Path, tokenizer: Path | None, force: boo
         if not path.exists():
             raise ConfigError(f"input: {str(path)!r} does not exist; expected a text file or a folder of them")
     encoder = Encoder(tokenizer)
-    found = [find_text(path) for path in inputs]
+    found = [find_text(path, {target.resolve() for target in targets}) for path in inputs]
     files = [file for some, _ in found for file in some]
     dtype = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
 

@@ -89,6 +89,7 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     engine.track("position", position)
     if found is not None:
         engine.load(found, check=False)  # find_checkpoint has checked it
+        follow_schedule(lr_scheduler, job.steps)
     resumed_at = None if found is None else position.step
     facts = facts_of(context, corpus, num_parameters)
     shown = all_settings(context.config, settings) | facts
@@ -155,6 +156,15 @@ def learning_rate_factor(step: int, total: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
+def follow_schedule(lr_scheduler: Scheduler, steps: int) -> None:
+    """Set the rates of the next step: those that were loaded are of a run of perhaps another number of steps."""
+    (schedule,) = lr_scheduler.schedulers
+    factor = learning_rate_factor(schedule.last_epoch, steps)
+    schedule._last_lr = [base * factor for base in schedule.base_lrs]
+    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = rate
+
+
 def open_checkpoints(job: TrainConfig) -> Checkpoints | None:
     """The checkpoints in ``train.checkpoint_dir``; None without one."""
     if job.checkpoint_dir is None:
@@ -194,13 +204,19 @@ def train_steps(run: Run, stop: StopRequest) -> int:
     first = run.position.step + 1
     run.batches.fetch(first)
     raise_on_all_ranks(context, run.batches.failure)
+    if run.position.unevaluated:  # the run was ended before it
+        late: dict[str, Any] = {"step": run.position.step}
+        evaluate(run, run.position.step, late)
+        save(run, run.position.step, ending=False, val_loss=late["val_loss"])
+        report(run, late, None)
     for step in range(first, job.steps + 1):
         record, timeline = train_step(run, step)
         if step < job.steps:
             run.batches.fetch(step + 1)
         signal, failed = agree(run, record, stop)
         ending = bool(signal or failed)
-        if not ending and (step % job.eval_every == 0 or step == job.steps):
+        run.position.unevaluated = step % job.eval_every == 0 or step == job.steps
+        if run.position.unevaluated and not ending:
             evaluate(run, step, record)
         save(run, step, ending, record.get("val_loss"))
         report(run, record, timeline)
@@ -308,6 +324,7 @@ def evaluate(run: Run, step: int, record: dict[str, Any]) -> None:
     except paramp.DataError:
         save(run, step, ending=True)
         raise
+    run.position.unevaluated = False
     record["val_seconds"] = time.perf_counter() - start
 
 

@@ -107,22 +107,24 @@ def open_corpus(job: TrainConfig, default_vocab_size: int) -> Corpus:
 class DataPosition:
     """The position of a run in its data, saved in checkpoints: the last completed ``step``.
 
+    ``unevaluated``: the evaluation after it was due, and has not been made.
     ``accumulation`` is the configured one; a run resumed with another number of data ranks may use another.
     """
 
     def __init__(self, job: TrainConfig, corpus: Corpus, accumulation: int) -> None:
-        self._corpus, self._accumulation, self.step = corpus, accumulation, 0
+        self._corpus, self._accumulation, self.step, self.unevaluated = corpus, accumulation, 0, False
         self._made = {"lr": job.lr, "weight_decay": job.weight_decay}
 
     def state_dict(self) -> dict[str, Any]:
         """The step, what identifies the data, and what the optimizer was made with."""
-        return {"step": self.step, "accumulation": self._accumulation, "data": self._corpus.identity(), **self._made}
+        run = {"step": self.step, "unevaluated": self.unevaluated, "accumulation": self._accumulation}
+        return run | {"data": self._corpus.identity(), **self._made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step in ``state``; a ConfigError if the run was started with other data."""
         if (difference := self._corpus.difference(state["data"])) is not None:
             raise ConfigError(f"train.data: {difference}; use the data that the run was started with")
-        self.step = state["step"]
+        self.step, self.unevaluated = state["step"], state.get("unevaluated", False)
         self._made = {name: state.get(name, value) for name, value in self._made.items()}  # the optimizer is loaded too
 
 

@@ -117,8 +117,13 @@ class Reporter:
             self._log.write(text + "\n")
 
     def step(self, record: dict[str, Any]) -> None:
-        """Write a step's numbers, which may be None or not finite; keys as in :data:`TAGS`, and ``step``."""
-        if not self._enabled:
+        """Write a step's numbers, which may be None or not finite; keys as in :data:`TAGS`, and ``step``.
+
+        Without a ``loss`` they are those of an evaluation alone, which the terminal does not show.
+        """
+        if self._metrics is not None:
+            self._metrics.write(**record)
+        if not self._enabled or "loss" not in record:
             return
         step, skipped = record["step"], record["skipped"]
         self._num_skipped += skipped
@@ -133,8 +138,6 @@ class Reporter:
             print(f"{line}  {self._left(step)}", flush=True)
         if self._log is not None:
             self._log.write(line + "\n")
-        if self._metrics is not None:
-            self._metrics.write(**record)
 
     def _draw(self, step: int, line: str) -> None:
         """Redraw the bar and the line below it."""

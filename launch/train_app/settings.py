@@ -71,7 +71,8 @@ class TrainConfig:
     weight_decay: float = 0.1
     """AdamW's decay of the weight matrices."""
     eval_every: int = 100
-    """Steps between evaluations; the last step is always followed by one."""
+    """Steps between evaluations; the last step is always followed by one. If a signal or lost data ends the run before
+    one, it is made after a resume."""
     eval_sequences: int = 64
     """Held-out sequences of an evaluation, rounded up to a multiple of ``batch_size``; always the same ones."""
     checkpoint_dir: str | None = None
@@ -119,6 +120,7 @@ class TrainConfig:
             ("checkpoint_every", folder or self.checkpoint_every is None, f"None, {unsaved} write to; {fix}"),
             ("checkpoint_keep_best", folder or not self.checkpoint_keep_best, f"False, {unsaved} write to; {fix}"),
             ("checkpoint_dir", self.checkpoint_dir != "", "a path"),
+            ("log_dir", self.log_dir != "", "a path"),
             ("resume", self.resume != "", "a path"),
             ("resume", folder or self.resume != "auto", f"the path of a checkpoint, {unsaved} look in; {fix}"),
             ("histogram_every", logs or self.histogram_every is None, f"None, {unlogged}"),

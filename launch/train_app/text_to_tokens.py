@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,11 +27,12 @@ HELD_OUT_ONE_IN = 20
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
-def find_text(path: Path) -> tuple[TextFiles, int]:
+def find_text(path: Path, without: Collection[Path] = ()) -> tuple[TextFiles, int]:
     """The text files at ``path``, a file or a folder, and how many were skipped.
 
     A folder is searched recursively; files are sorted by name. Hidden files and folders (``.git``), ``__pycache__``
-    and linked folders are ignored. Files that are empty, contain a zero byte or are not valid UTF-8 are skipped.
+    and linked folders are ignored, and so are the files ``without``, given by their resolved paths. Files that are
+    empty, contain a zero byte or are not valid UTF-8 are skipped.
 
     Raises:
         ConfigError: the folder has no text file, or the file is not text.
@@ -44,6 +45,8 @@ def find_text(path: Path) -> tuple[TextFiles, int]:
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if file.resolve() in without:
+                continue
             if file.is_file() and why_not_text(file) is None:
                 files.append((file.relative_to(path).as_posix(), file))
             elif file.is_file():

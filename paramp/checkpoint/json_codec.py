@@ -45,7 +45,7 @@ def encode(value: Any, name: str = "value") -> Any:
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value.detach().cpu(), name)
     if isinstance(value, np.ndarray):
-        return {TYPE: "ndarray", "tensor": _encode_tensor(torch.from_numpy(value.copy()), name)}
+        return {TYPE: "ndarray", "tensor": _encode_tensor(_as_tensor(value, name), name)}
     if isinstance(value, list):
         return [encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, (tuple, set, frozenset, deque)):
@@ -65,6 +65,16 @@ def encode(value: Any, name: str = "value") -> Any:
     )
 
 
+def _as_tensor(array: Any, name: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))  # torch has no other byte order
+    except TypeError:
+        raise CheckpointError(
+            f"{name}: got an array of {array.dtype}, a dtype that torch does not have; expected an array of numbers, "
+            "or array.tolist()"
+        ) from None
+
+
 def _encode_tensor(value: torch.Tensor, name: str) -> Any:
     size = value.numel() * value.element_size()
     if size > LARGEST_TENSOR or value.is_sparse:
@@ -72,7 +82,8 @@ def _encode_tensor(value: torch.Tensor, name: str) -> Any:
             f"{name}: got a tensor of {size} bytes, expected at most {LARGEST_TENSOR}; put large tensors into the "
             "model (register_buffer) or the optimizer's state"
         )
-    data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)  # of a conjugate or a view too
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype = str(value.dtype).removeprefix("torch.")
     return {TYPE: "tensor", "dtype": dtype, "shape": list(value.shape), "hex": data.hex()}
 

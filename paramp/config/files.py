@@ -1,5 +1,6 @@
 """Configurations from files and dicts."""
 
+import dataclasses
 import difflib
 import importlib
 import runpy
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ..base.errors import ConfigError, one_line, shown
@@ -100,8 +102,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         for name in ("CONFIG", "config"):
             if isinstance(names.get(name), Mapping):
                 tree = names.pop(name)
-                for key, value in names.items():
-                    if key in known and key not in tree and isinstance(value, PLAIN):
+                for key in names:
+                    if key in known and key not in tree:
                         meant = f"if it is meant as one, write it into {name}"
                         warnings.warn(f"{key}: is no key beside {name} in {str(path)!r}; {meant}", stacklevel=2)
                 return {key: value for key, value in names.items() if key.isupper()} | tree
@@ -111,6 +113,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 PLAIN = (Mapping, str, int, float, list, tuple, Precision)
 """Types of values of keys that a file has for nothing else."""
+OF_SOME = (type(None), torch.dtype, torch.Tensor, np.generic)
+"""Types of values that a key may be given, and that a file has for other things too."""
 NEAR = 0.85
 """How much of a name is that of a key if it is one misspelt: a file may have a ``dtype`` beside ``grad_dtype``."""
 
@@ -126,7 +130,8 @@ def _is_setting(name: str, value: Any, known: Sequence[str]) -> bool:
         is_helper = isinstance(value, ModuleType) or (callable(value) and not isinstance(value, type))  # torch.compile
         return not is_helper and getattr(value, "__name__", "") != name
     is_class = isinstance(value, type) and name.islower() and value.__name__ != name  # numpy.float16, not a helper
-    is_of_some = value is None or isinstance(value, torch.dtype) or is_class
+    is_table = dataclasses.is_dataclass(value) and not isinstance(value, type)  # EmaConfig(...)
+    is_of_some = isinstance(value, OF_SOME) or is_table or is_class
     return is_of_some and bool(difflib.get_close_matches(name, known, n=1, cutoff=NEAR))
 
 

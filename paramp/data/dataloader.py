@@ -248,16 +248,18 @@ def _check_not_empty(sharded: Any, size: int) -> None:
     samples = known_length(sharded.dataset)
     if not samples:
         raise ConfigError("its dataset is empty; expected at least one sample")
-    if not sharded.drop_last:
+    # given as such, torch's batch sampler has the options, and the loader has its defaults
+    options = sharded.batch_sampler if type(sharded.batch_sampler) is BatchSampler else sharded
+    if not options.drop_last:
         raise ConfigError(f"its sampler yields none of its dataset's {samples} samples; expected at least one")
     local = 0 if isinstance(sharded, ShardedBatches) else known_length(getattr(sharded.batch_sampler, "sampler", None))
     if not local:
         raise ConfigError(
-            f"its {samples} samples do not fill a batch of {sharded.batch_size} for each of {size} data ranks, so "
+            f"its {samples} samples do not fill a batch of {options.batch_size} for each of {size} data ranks, so "
             "drop_last leaves none; expected more samples, smaller batches or drop_last=False"
         )
     raise ConfigError(
-        f"batch_size {sharded.batch_size}, but a data rank has {local} samples, so drop_last leaves no batch; expected "
+        f"batch_size {options.batch_size}, but a data rank has {local} samples, so drop_last leaves no batch; expected "
         f"at most {local}"
     )
 

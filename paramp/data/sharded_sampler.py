@@ -64,6 +64,7 @@ class ShardedSampler(Sampler[Any]):
             self.inner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        # a generator: torch's loader with workers makes two iterators in each pass, and reads the second alone
         self.set_epoch(self.epoch)  # inner's too, in every pass, as a load sets it
         seed = derive_seed(self.seed, "samples", self.epoch)
         self.epoch += 1
@@ -76,7 +77,7 @@ class ShardedSampler(Sampler[Any]):
             inner.generator = torch.Generator().manual_seed(seed)
         elif type(inner) is not SequentialSampler:
             random = RandomStream(seed, torch.device("cpu"))
-        return itertools.islice(self._local_items(inner, random), skip, None)
+        yield from itertools.islice(self._local_items(inner, random), skip, None)
 
     def _local_items(self, inner: Iterable[Any], random: AbstractContextManager[None]) -> Iterator[Any]:
         with random:

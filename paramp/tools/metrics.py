@@ -221,9 +221,9 @@ def _continued(path: Path, resumed_at: int | None) -> TextIO:
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    """The lines of the steps up to ``step``, and those of launches; an incomplete last line is dropped."""
+    """The lines of the steps up to ``step``, and those of launches; incomplete and damaged ones are dropped."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
             if record.get("event") in ("launch", "end") or record["step"] <= step:

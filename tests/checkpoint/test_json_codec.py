@@ -45,6 +45,10 @@ def test_tensors_and_numpys_come_back():
     back = there_and_back(list(state))
     assert (back[0], back[1].dtype) == (state[0], np.uint32)
     assert (back[1] == state[1]).all()
+    swapped, of_both = np.arange(3).astype(">i4")[::-1], torch.tensor([1 + 2j])
+    assert there_and_back(swapped).tolist() == [2, 1, 0]
+    for value in (of_both.conj(), of_both.conj().imag):
+        assert torch.equal(there_and_back(value), value)
     largest = torch.arange(2**16).to(torch.uint8)  # a byte more is refused
     assert torch.equal(there_and_back(largest), largest)
     assert (encode(np.float32(0.5)), encode(np.int64(3)), encode(np.True_)) == (0.5, 3, True)
@@ -55,6 +59,7 @@ def test_what_would_have_to_be_pickled_is_refused():
     calls = {
         r"value\.a\.hook: got object": lambda: encode({"a": {"hook": object()}}),
         r"value\[0\]: got function": lambda: encode([lambda: 0]),
+        r"value\.a: got an array of <U1, a dtype that torch does not have": lambda: encode({"a": np.array(["x"])}),
         r"value: got a tensor of 400000 bytes, expected at most 65536": lambda: encode(torch.zeros(10**5)),
         r"value: got a tensor of 65537 bytes": lambda: encode(torch.zeros(2**16 + 1, dtype=torch.uint8)),
         r"got the type 'os\.system'": lambda: decode({"<type>": "os.system", "items": ["true"]}),

@@ -279,7 +279,7 @@ def test_toml_and_python_files_give_the_same_configuration(tmp_path):
     toml, python, flat, beside = (load(tmp_path / name) for name in texts)
     assert toml == python == flat == load(str(tmp_path / "run.toml"))
     assert (toml.LAYERS, beside.LAYERS, beside.OTHER) == (3, 3, 4)
-    (tmp_path / "beside.py").write_text("seed = 1\n" + texts["run.py"])
+    (tmp_path / "beside.py").write_text("import numpy\nseed = numpy.int64(1)\n" + texts["run.py"])
     with pytest.warns(UserWarning, match=r"seed: is no key beside CONFIG in .*; if it is meant as one, write it into"):
         assert load(tmp_path / "beside.py") == toml
 
@@ -321,6 +321,14 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
             r"precision: got <class 'numpy\.float16'>",
         ),
         ("run.py", "from numpy import float32\ngrad_dtyp = float32\n", r"grad_dtyp: no such key.*'grad_dtype'"),
+        *(
+            ("run.py", f"import numpy, torch, paramp.config.schema as of\n{name} = {value}\n", f"{name}: no such key")
+            for name, value in (
+                ("gradient_acumulation", "numpy.int64(4)"),
+                ("clip_grad_nrm", "torch.tensor(0.5)"),
+                ("emaa", "of.EmaConfig(decay=0.9)"),
+            )
+        ),
     ],
 )
 def test_invalid_files_are_errors(tmp_path, name, text, message):

@@ -182,6 +182,7 @@ WITHOUT = [
     (Numbers(0), {"batch_size": None}, "its dataset is empty"),
     (Numbers(4), {"sampler": SubsetRandomSampler([])}, "yields none of its dataset's 4 samples"),
     (SizedStream(4), {"batch_size": 4, "drop_last": True}, "4 samples do not fill a batch of 4 for"),
+    (Numbers(9), {"batch_sampler": BatchSampler(range(9), 8, True)}, "^batch_size 8, but a data rank has 4 samples"),
     (Numbers(8), {"num_workers": 2, "in_order": False}, "in_order=False yields batches in the order in which work"),
 ]
 
@@ -403,7 +404,24 @@ def test_wrong_loaders_are_an_error_on_every_rank(world):
         engine_with(DataLoader(numbers) if world.rank == 0 else None)
 
 
+class Own(BatchSampler):
+    """A batch sampler of the user's."""
+
+
 ITSELF = DistributedSampler(Numbers(24), 1, 0)
+WHOLE = {
+    "a batch sampler of the user's, with workers": {
+        "dataset": Numbers(24),
+        "batch_size": 1,  # torch's default
+        "batch_sampler": Own(RandomSampler(Numbers(24)), 2, False),
+    },
+    "a dataset of batches, with workers": {
+        "dataset": torch.arange(24).view(12, 2),
+        "batch_size": None,
+        "shuffle": True,
+    },
+}
+"""Batches that are not put together of samples of the sampler's."""
 RESUMED = {
     "shuffled": {"dataset": Numbers(24), "shuffle": True},
     "a sampler of the user's": {"dataset": Numbers(20), "sampler": Shuffled()},
@@ -416,6 +434,7 @@ RESUMED = {
     "with workers": {"dataset": Numbers(24), "shuffle": True, "num_workers": 1, **WORKERS},
     "a stream": {"dataset": Stream(24)},
     "a sampler that shards by itself": {"dataset": Numbers(24), "sampler": ITSELF},
+    **{name: options | {"num_workers": 1, **WORKERS} for name, options in WHOLE.items()},
 }
 
 
@@ -425,6 +444,7 @@ def resumable(name, size=1, batch_size=2):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
+    unit = 1 if name in WHOLE else 2  # what a batch counts for
     whole, stopped, *others, last = (loader for _ in range(5) for loader in resumable(name))
     expected = [epoch(whole) for _ in range(3)]
     assert (expected[0] == expected[1]) == (name == "a stream")
@@ -433,13 +453,13 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     assert stopped.state_dict() == {"epoch": 1, "given": 0}
     given = epoch(stopped, 3)
     state = stopped.state_dict()
-    assert state == {"epoch": 1, "given": 6}
+    assert state == {"epoch": 1, "given": 3 * unit}
     for resumed in others:  # two times in one epoch
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
         given += epoch(resumed, 2)
         state = resumed.state_dict()
-    assert state == {"epoch": 1, "given": 14}
+    assert state == {"epoch": 1, "given": 7 * unit}
     last.load_state_dict(state)
     iter(last)  # it is not used, and counts for nothing
     assert given + epoch(last) == expected[1]

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -244,12 +245,22 @@ def test_a_signal_to_one_rank_ends_all_after_that_step_with_its_code(world, numb
         return train_step_of_the_script(run, step)
 
     folder, train_step_of_the_script = shared_folder() / "run", train.train_step
-    job = TrainConfig(data=str(ROOT / "LICENSE"), seq_len=8, batch_size=2, checkpoint_dir=str(folder))
+    options = {"checkpoint_dir": str(folder), "log_dir": str(folder.with_name("log")), "resume": "auto"}
+    options |= {"data": str(ROOT / "LICENSE"), "seq_len": 8, "batch_size": 2, "eval_sequences": 2, "eval_every": 2}
     with paramp.launch_from_torch({}) as context, mock.patch.object(train, "train_step", interrupted):
-        assert train.train(context, Job(train=job, model={"num_layers": 1})) == 128 + number
+        job = Job(train=TrainConfig(steps=4, **options), model={"num_layers": 1})
+        assert train.train(context, job) == 128 + number
     (saved,) = folder.iterdir()
     assert saved.name == "step-00000002"
     assert not problems(saved)
+    with paramp.launch_from_torch({}) as context:  # the evaluation is made, and the schedule is that of three steps
+        assert train.train(context, replace(job, train=TrainConfig(steps=3, **options))) == 0
+    if world.rank == 0:
+        lines = records(folder.with_name("log"))
+        assert [(line["step"], "loss" in line, "val_loss" in line) for line in lines] == [
+            *((1, True, False), (2, True, False), (2, False, True), (3, True, True))
+        ]
+        assert lines[-1]["lr"] == job.train.lr * train.learning_rate_factor(2, 3)
 
 
 STOPPED = [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)]

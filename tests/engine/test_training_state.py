@@ -175,6 +175,11 @@ def test_a_name_is_that_of_one_tracked_thing(tmp_path):
         engine.track("mine", scheduler)
         engine.track("mine", engine.optimizer, replace=True)
         engine.save(tmp_path / "saved")
+    with paramp.launch_from_torch({}):
+        engine = engine_of(nn.Linear(4, 4))
+        engine.track("mnie", engine.optimizer)
+        with pytest.warns(UserWarning, match="no state of 'mnie', which stays as it is; it has .*, 'mine'"):
+            engine.load(tmp_path / "saved")
     for weights_only in (False, True):  # what is tracked after a load is restored, once
         with paramp.launch_from_torch({}):
             engine = engine_of(nn.Linear(4, 4))

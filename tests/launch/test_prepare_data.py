@@ -58,5 +58,8 @@ def test_prepared_bytes_of_a_folder_are_split_by_file_and_kept(tmp_path, capsys)
         assert message in printed
         assert printed.count("\n") == 1
     assert (output / "train.bin").read_bytes() == before
-    assert prepare_data(texts, "--output", output, "--force") == 0
+    for folder in (output, texts / "out", texts / "out"):  # what is in the input folder is not read a second time
+        assert prepare_data(texts, "--output", folder, "--force") == 0
+        for name in ("train.bin", "val.bin", "meta.json"):
+            assert (folder / name).read_bytes() == (output / name).read_bytes()
     assert (output / "train.bin").read_bytes() != before

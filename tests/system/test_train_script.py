@@ -100,6 +100,7 @@ ALONE = [
     ("--norms fast", "train.norms: got 'fast', expected"),
     ("--data LICENSE --seq-len 9999", "tokens, of 'LICENSE' held out"),
     ("--tensorboard", "log_dir"),
+    ("--log-dir=", "train.log_dir: got '', expected a path"),
     ("--histogram 2", "train.histogram: got 2, expected a step from 1 to 1"),
     ("--set model.num_layer=6", "model.num_layer: no such key, expected one of num_layers, num_heads, width, "),
     ("--set model.width=wide", "model.width: got 'wide', expected"),

@@ -36,10 +36,11 @@ def test_a_loop_writes_metrics_of_its_own(tmp_path):
     for name, written in (("events.1.jsonl", traces[:2]), ("events.jsonl", traces[2:])):
         assert [folder / event["file"] for event in events(folder, name) if event["event"] == "trace"] == written
 
-    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().rstrip("\n"))
-    with Metrics(folder, resumed_at=3) as metrics:
-        metrics.write(4, loss=0.5)
-    assert [record["step"] for record in read_run(folder).records] == [1, 2, 3, 4]
+    for step, end in ((4, b""), (5, b'\n{"step": 4, "lo\xff\n')):  # a last line without its newline; a damaged one
+        (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes().rstrip(b"\n") + end)
+        with Metrics(folder, resumed_at=step - 1) as metrics:
+            metrics.write(step, loss=0.5)
+    assert [record["step"] for record in read_run(folder).records] == [1, 2, 3, 4, 5]
 
     with Metrics(tmp_path / "none", enabled=False) as metrics:
         metrics.write(1, loss=0.5)

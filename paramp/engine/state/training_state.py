@@ -18,6 +18,7 @@ values equal on all ranks are saved.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +216,11 @@ class TrainingState:
             raise failure
         if any(failures):
             raise CheckpointError(f"load: another rank failed: {next(message for message in failures if message)}")
+        lacking = [repr(name) for name in self._tracked if name not in values["tracked"]]
+        if lacking and self._context.is_main:
+            others = ", ".join(map(repr, self._left))
+            warnings.warn(
+                f"load: the checkpoint has no state of {', '.join(lacking)}, which stays as it is"
+                + (f"; it has {others}, which nothing tracks yet" if others else ""),
+                stacklevel=5,
+            )
