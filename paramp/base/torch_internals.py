@@ -141,6 +141,7 @@ INVENTORY = (
         optional=True,
     ),
     Private("torch.fx.Tracer", "_tensor_constant", "constants that a trace has made", optional=True),
+    Private("torch.fx.proxy.Attribute", "_node", "telling the attributes of a traced value from its tensor's"),
     # torch: tensors, modules, optimizers
     Private("torch.Tensor", "_base _is_view _values _version", "views, and changes in place"),
     Private("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "carrying hooks to a replaced parameter"),

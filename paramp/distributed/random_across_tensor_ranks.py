@@ -12,22 +12,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.uncompiled import unwatched
 from .rng import derive_seed, forked
 
-TENSOR_PLACES: list[tuple[int, int, torch.device]] = []
-"""Rank and size of the tensor axis, and the device, of each open context; the last one is in use."""
+Place = tuple[int, int, torch.device]
+"""Rank and size of the tensor axis, and the device."""
+
+TENSOR_PLACES: list[Place] = []
+"""Those of each open context; the last one is in use where a model does not know its own."""
+
+KEPT_PLACE = "tensor_place"
+"""The attribute, a :data:`Place` or None, of modules that enter :func:`sharded_random` by themselves."""
+
+
+def place_on(mesh: DeviceMesh) -> Place:
+    """The place of this rank on ``mesh``, the tensor axis."""
+    is_gpu = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
+    return mesh.get_local_rank(), mesh.size(), device
 
 
 @contextmanager
-def sharded_random() -> Iterator[None]:
+def sharded_random(place: Place | None = None) -> Iterator[None]:
     """A context in which random numbers differ over the tensor axis, for dropout on a sharded activation.
 
     The stream's seed is drawn from the current stream, so that activation checkpointing, which restores the current
-    stream, draws the same mask again. Without a tensor axis nothing changes.
+    stream, draws the same mask again. Without a tensor axis nothing changes. ``place``: on the model's tensor axis;
+    None: on that of the latest context.
     """
-    rank, size, device = TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu"))
+    rank, size, device = place or (TENSOR_PLACES[-1] if TENSOR_PLACES else (0, 1, torch.device("cpu")))
     if size == 1:
         with _within(True):
             yield
@@ -36,7 +51,7 @@ def sharded_random() -> Iterator[None]:
         common = int(torch.randint(2**62, ()))
     with forked(device) as seed:
         seed(derive_seed(common, rank))
-        COMMON.append(itertools.count(common))
+        COMMON.append((itertools.count(common), device))
         try:
             with _within(True):
                 yield
@@ -44,8 +59,8 @@ def sharded_random() -> Iterator[None]:
             COMMON.pop()
 
 
-COMMON: list[Iterator[int]] = []
-"""For each active :func:`sharded_random`, seeds that are equal over the tensor axis."""
+COMMON: list[tuple[Iterator[int], torch.device]] = []
+"""For each active :func:`sharded_random`, seeds that are equal over the tensor axis, and its device."""
 
 
 @contextmanager
@@ -58,8 +73,9 @@ def replicated_random() -> Iterator[None]:
         with _within(False):
             yield
         return
-    with forked(TENSOR_PLACES[-1][2]) as seed, _within(False):
-        seed(derive_seed(next(COMMON[-1]), "replicated"))
+    seeds, device = COMMON[-1]
+    with forked(device) as seed, _within(False):
+        seed(derive_seed(next(seeds), "replicated"))
         yield
 
 

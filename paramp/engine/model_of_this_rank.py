@@ -14,6 +14,7 @@ from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
+from ..distributed.random_across_tensor_ranks import KEPT_PLACE, place_on
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.expert_balance import token_counts
 from ..parallel.fsdp.units import ShardedUnits
@@ -76,7 +77,11 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     if plan.styles and context.tensor_axis.size > 1:
         from ..parallel.tensor.sharding_plan import apply_plan
 
-        apply_plan(module, plan.styles, context.mesh[context.axes_of("tensor")])
+        mesh = context.mesh[context.axes_of("tensor")]
+        apply_plan(module, plan.styles, mesh)
+        for part in module.modules():
+            if hasattr(part, KEPT_PLACE):
+                setattr(part, KEPT_PLACE, place_on(mesh))
     else:
         numerics.apply_styles(module, plan.styles)
     if plan.experts:

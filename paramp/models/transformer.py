@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from ..distributed.random_across_tensor_ranks import sharded_random
+from ..distributed.random_across_tensor_ranks import Place, sharded_random
 from .preset_model import check_counts
 
 
@@ -96,6 +96,9 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Self-attention. The rows of ``qkv`` are ordered by head (query, key, value of each), so heads shard."""
 
+    tensor_place: Place | None = None
+    """Of this rank on the axis that heads are sharded over; None: on that of the latest context."""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.head_size = config.width // config.num_heads
@@ -109,7 +112,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         dropout = self.dropout if self.training else 0.0
-        with sharded_random() if dropout else nullcontext():  # other heads, other masks, on each rank
+        with sharded_random(self.tensor_place) if dropout else nullcontext():  # other heads, other masks, on each rank
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
         output: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output

@@ -6,18 +6,22 @@ code that a graph would not repeat: random numbers from other generators, ``torc
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import dis
 import functools
 import gc
 import inspect
 import linecache
+import operator
+import os
 import pickle
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -251,6 +255,67 @@ def _held(*values: Any) -> Iterator[Any]:
                 waiting += gc.get_referents(one)
 
 
+class _Recorded(fx.Proxy):
+    """A traced value. Code between modules may ask for its class, change it in place and set its attributes."""
+
+    tracer: _Tracer
+
+    @property  # type: ignore[misc]  # its value cannot be set
+    def __class__(self) -> type:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename in ASK_FOR_OTHERS:
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith(HANDLE_PROXIES) or is_size(self.node):
+            return _Recorded
+        meta = self.node.meta
+        if TAKEN_FOR not in meta:
+            meta[TAKEN_FOR] = self.tracer.class_of(self.node), _line(frame)
+        return meta[TAKEN_FOR][0]
+
+    def __getattr__(self, k: str) -> fx.proxy.Attribute:
+        return _RecordedAttribute(self, k)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("tracer", "node", "root", "attr", "_node"):  # fx's own
+            object.__setattr__(self, name, value)
+        else:
+            self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
+
+
+class _RecordedAttribute(_Recorded, fx.proxy.Attribute):
+    pass
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"i{name}" for name in _OPERATORS)
+"""The operators that change a tensor in place."""
+
+
+def _changing(function: Callable[[Any, Any], Any]) -> Callable[[_Recorded, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in IN_PLACE:
+    setattr(_Recorded, f"__{_name}__", _changing(getattr(operator, _name)))
+
+TAKEN_FOR = "taken for"
+"""The key of a node's ``meta`` for the class that the code between modules was told, and the line that asked."""
+ASK_FOR_OTHERS = (__file__, abc.__file__, "<frozen abc>", dataclasses.__file__, functools.__file__)
+"""Files of functions such as ``is_tensor``, which ask for the class because their caller does."""
+HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
+"""The folders of torch and paramp, whose own code has to know a traced value; torchvision lies beside them."""
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is a shape, a number of dims or the like, or computed of such alone."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    module = getattr(node.target, "__module__", None)
+    return module in (operator.add.__module__, "math", "builtins") and all(map(is_size, node.all_input_nodes))
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
@@ -260,14 +325,55 @@ class _Tracer(fx.Tracer):
         self._call = call
         self._generators = generators
         self._modes = _modes()
+        self._calls: dict[fx.Node, tuple[nn.Module, Any, Any]] = {}
+        """Modules that are not traced, and their arguments."""
+        self.returned: Any = None
+        """What the forward has returned."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Recorded(node, self)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        output = super().call_module(m, forward, args, kwargs)
+        if type(output) is _Recorded and output.node.op == "call_module":  # if m is traced, one of its modules has it
+            self._calls.setdefault(output.node, (m, args, kwargs))
+        return output
+
+    def class_of(self, node: fx.Node) -> type:
+        """What the value of ``node`` is taken for: a tensor, or what the forward of a module returns when traced."""
+        module, *arguments = self._calls.get(node, (None,))
+        if module is None:
+            return torch.Tensor
+        self._check_draws()
+
+        def kind(_: str, value: Any) -> Any:
+            return ... if isinstance(value, fx.Proxy) else value
+
+        args, kwargs = map_leaves(kind, arguments)
+        tracer = _Tracer(frozenset(), (args, tuple(kwargs.items())), self._generators)
+        try:
+            with tracer.recording_factories():
+                tracer.trace(module)
+        except Exception:
+            return torch.Tensor
+        finally:
+            self._generators.restore()
+        returned = tracer.returned
+        return tracer.class_of(returned.node) if isinstance(returned, fx.Proxy) else type(returned)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         args, keywords = self._call
+
+        def run(root: nn.Module, *proxies: fx.Proxy) -> Any:
+            self.returned = root_fn(root, *proxies, **named)
+            return self.returned
 
         def placeholder(path: str, value: Any) -> Any:
             return self.create_proxy("placeholder", f"input{path}", (), {}) if value is ... else value
@@ -279,7 +385,7 @@ class _Tracer(fx.Tracer):
             return proxy
 
         inputs, named = map_leaves(placeholder, args), map_leaves(keyword, dict(keywords))
-        return lambda root, *proxies: root_fn(root, *proxies, **named), [self.root, *inputs]
+        return run, [self.root, *inputs]
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
@@ -304,14 +410,16 @@ class _Tracer(fx.Tracer):
             raise fx.proxy.TraceError(
                 "it computes inside torch.no_grad(), torch.autocast() or the like, which tracing does not record"
             )
-        if (draws := self._generators.draws()) is not None:
-            raise fx.proxy.TraceError(draws)
+        self._check_draws()
         node = super().create_node(*args, **kwargs)
         frame = _users_frame()
         if frame is not None:
-            file, line = frame.f_code.co_filename, frame.f_lineno
-            node.meta["line"] = shown_line(file, line, linecache.getline(file, line))
+            node.meta["line"] = _line(frame)
         return node
+
+    def _check_draws(self) -> None:
+        if (draws := self._generators.draws()) is not None:
+            raise fx.proxy.TraceError(draws)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         # torch's own trace_asserts supports the bytecode of older Python versions only.
@@ -339,14 +447,23 @@ class _Tracer(fx.Tracer):
 
             return function
 
+        def is_tensor(value: Any) -> bool:
+            return isinstance(value, torch.Tensor)  # torch's own asks in a file of torch
+
         def attention(*args: Any, **kwargs: Any) -> Any:
             return self.create_proxy("call_function", _attention, args, kwargs)
 
         with ExitStack() as stack:
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
+            stack.enter_context(patched(torch, "is_tensor", is_tensor))
             stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
             yield
+
+
+def _line(frame: FrameType) -> str:
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return shown_line(file, line, linecache.getline(file, line))
 
 
 def _users_frame() -> FrameType | None:

@@ -28,7 +28,7 @@ from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS
-from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
+from .fx_tracing import IN_PLACE, TAKEN_FOR, Call, call_of, check_mode, is_size, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 
 MAX_CALLS = 16
@@ -139,6 +139,8 @@ class _StageGraph:
     """The paths to the keyword inputs' tensors that the placeholders after those for what it receives are."""
     shared: list[str] = field(default_factory=list)
     """Those of them that later stages use too."""
+    attributes: list[str] = field(default_factory=list)
+    """The names of the model's tensors that the code between modules uses, here and on other stages."""
     interpreter: fx.Interpreter | None = None
     """Runs the graph; made at the first call, because a plan may change modules before."""
 
@@ -166,6 +168,11 @@ class _Graphs:
             self._cache.pop(next(iter(self._cache)))
         _check_changes(graphs.values(), self._stage_of, self.num_stages)
         added = {mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()}
+        used = [{name for one in modes for name in one.attributes} for modes in zip(*added.values(), strict=True)]
+        for stages in added.values():
+            for index, one in enumerate(stages):
+                others = set().union(*used[:index], *used[index + 1 :])
+                one.attributes = [name for name in one.attributes if name in others]
         self._cache[key_of(call)] = added
         return added
 
@@ -199,15 +206,17 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
         try:
             inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
-            shared = {path: inputs[path] for path in stage_graph.shared if not inputs[path].is_inference()}
-            versions = {path: tensor._version for path, tensor in shared.items()}
+            shared = {f"inputs{path}": inputs[path] for path in stage_graph.shared}
+            attributes = {name: operator.attrgetter(name)(part) for name in stage_graph.attributes}
+            shared |= {f"parallel.pipeline.split: {name!r}": value for name, value in attributes.items()}
+            versions = {name: value._version for name, value in shared.items() if _is_counted(value)}
             output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
             stage_graph.interpreter.env = {}
-        if changed := [path for path, tensor in shared.items() if tensor._version != versions[path]]:
+        if changed := [name for name, version in versions.items() if shared[name]._version != version]:
             raise ConfigError(
-                f"inputs{changed[0]}: stage {index} of the pipeline changes it in place, and later stages use it, each "
-                "of which has a tensor of its own; change a copy, or split so that one stage has all that uses it"
+                f"{changed[0]}: stage {index} of the pipeline changes it in place, and other stages use it, each of "
+                "which has a tensor of its own; change a copy, or split so that one stage has all that uses it"
             )
         return output if is_last else (call, output)
 
@@ -217,6 +226,11 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         (name, module) for name, module in part.named_modules(remove_duplicate=False) if name in graphs.opened
     ]
     return part
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch counts the changes of ``tensor``, which is no parameter: FSDP2 writes into these."""
+    return not (tensor.is_inference() or isinstance(tensor, nn.Parameter))
 
 
 class _Interpreter(fx.Interpreter):
@@ -231,11 +245,18 @@ class _Interpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         try:
-            return super().run_node(n)
+            value = super().run_node(n)
         except Exception as error:
             if n.op in ("call_function", "call_method") and "line" in n.meta and error.args:
                 error.args = (f"{error.args[0]} {n.meta['line']}", *error.args[1:])
             raise
+        taken_for, line = n.meta.get(TAKEN_FOR, (object, ""))
+        if not isinstance(value, taken_for):
+            raise ConfigError(
+                f"parallel.pipeline.split: the code between modules asks for the class of a {type(value).__name__} "
+                f"{line}, which tracing took for a {taken_for.__name__}; ask in a submodule, or split around this code"
+            )
+        return value
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         return _plain(super().fetch_args_kwargs_from_env(n))
@@ -344,10 +365,11 @@ def _changes(node: fx.Node) -> list[fx.Node]:
     """The nodes that change the value of ``node`` in place, also through a view."""
     found = []
     for user in node.users:
-        if user.op not in ("call_function", "call_method") or user.args[:1] != (node,):
+        if user.op not in ("call_function", "call_method") or user.args[:1] != (node,) or is_size(user):
             continue
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         changes = name.endswith("_") and not name.endswith("__") and name not in HARMLESS
+        changes = changes or name == "setattr" or name in IN_PLACE
         if changes:
             found.append(user)
         if changes or name in VIEWS:
@@ -385,4 +407,5 @@ def _stage_graph(calls: Sequence[fx.Node], received: Sequence[fx.Node], sent: Se
         copies[node] = stage_graph.node_copy(node, copied)
     if sent is not None:
         stage_graph.output(tuple(copies[node] for node in sent))
-    return _StageGraph(stage_graph, keywords)
+    attributes = [str(node.target) for node in copies.values() if node.op == "get_attr"]
+    return _StageGraph(stage_graph, keywords, attributes=attributes)

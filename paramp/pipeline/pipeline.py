@@ -284,18 +284,35 @@ class Pipeline:
             with alone, thawed, keeping_buffers(stage), without_draws(self._context.device), torch.enable_grad():
                 # Copied, because a stage that changes its inputs in place is to do so once.
                 args, kwargs = map_tensors(torch.clone, (microbatch.args, microbatch.kwargs))
+                overlapping: list[torch.Tensor] = []
                 if received is not None:
                     zeros_like = partial(torch.zeros_like, device=stage.link_device)
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
+                    overlapping = received.overlapping(args[0])
                 before, values = self._shared[stage].states(), self._shared[stage].values()
-                output = stage(*args, **kwargs)
+                with _keeping(overlapping):
+                    output = stage(*args, **kwargs)
                 self._shared[stage].check_unchanged(before, values)
-                return None if stage.is_last else stage.describe(output)
+                return None if stage.is_last else stage.describe(output, overlapping)
         finally:
             stage.random = random
             if frozen and self._stages.units is not None:
                 self._stages.units.follow_shards()  # what the batch has gathered required a gradient
+
+
+@contextmanager
+def _keeping(overlapping: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context for a forward: ConfigError if it changes one of tensors that share memory in one process."""
+    before = [(tensor, tensor._version) for tensor in overlapping if not tensor.is_inference()]
+    yield
+    for tensor, version in before:
+        if tensor._version != version:
+            raise ConfigError(
+                f"parallel.pipeline.split: a stage changes a tensor of shape {tuple(tensor.shape)} in place, of which "
+                "it has also got a view, or a tensor that this is a view of: as a copy, which keeps the old values; "
+                "change a copy, make the view later, or split so that one stage has the view and the change"
+            )
 
 
 def _criterion_failure(error: Exception) -> ValueError:

@@ -88,9 +88,9 @@ class Stage(nn.Module):
         """The input of this stage, from the ``tensors`` that the stage before sent."""
         return stage_output.unpack(tensors, self.device, None if self.keeps_dtypes else self.precision.weights)
 
-    def describe(self, output: Any) -> StageOutput:
-        """The description of ``output``, that of this stage, for the next one."""
-        return StageOutput.describe(output, None if self.keeps_dtypes else self.precision.compute)
+    def describe(self, output: Any, overlapping: Sequence[torch.Tensor]) -> StageOutput:
+        """The description of ``output``, that of this stage, for the next one; :meth:`StageOutput.describe`."""
+        return StageOutput.describe(output, None if self.keeps_dtypes else self.precision.compute, overlapping)
 
 
 def _keywords_of(module: nn.Module) -> frozenset[str] | None:

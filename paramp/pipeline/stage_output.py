@@ -14,7 +14,7 @@ A :class:`StageOutput` describes such a tree, for one stage and one shape of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,20 @@ import torch
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
-from ..base.trees import leaves, map_leaves
+from ..base.trees import leaves, map_leaves, tensors
 from ..parallel.batch_key import CONSTANTS
 
 
 class SentTensor:
     """A tensor of a stage's output. Not a dataclass, which would be a part of the tree and not a leaf of it."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, has_gradient: bool) -> None:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, *, has_gradient: bool, overlaps: bool = False) -> None:
         self.shape = shape
         self.dtype = dtype
         self.has_gradient = has_gradient
         """Whether a gradient is sent back; else the tensor's bytes are sent."""
+        self.overlaps = overlaps
+        """Whether in one process it would share memory with another tensor of the output, as a view of it does."""
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype}"
@@ -76,12 +78,27 @@ class StageOutput:
     """The output with each value replaced by a :class:`SentTensor` or a :class:`Constant`."""
 
     @staticmethod
-    def describe(values: Any, dtype: torch.dtype | None) -> StageOutput:
+    def describe(values: Any, dtype: torch.dtype | None, overlapping: Sequence[torch.Tensor] = ()) -> StageOutput:
         """Describe ``values``, a stage's output that was computed with gradients enabled.
 
-        ``dtype``: of the differentiable tensors that are sent. None: their own.
+        ``dtype``: of the differentiable tensors that are sent. None: their own. ``overlapping``: those that the stage
+        has got as copies, but which share memory in one process.
         """
-        return StageOutput(map_leaves(lambda path, value: _describe(path, value, dtype), values))
+        sent = list(map(plain, tensors(values)))
+
+        def described(path: str, value: Any) -> SentTensor | Constant:
+            leaf = _describe(path, value, dtype)
+            if isinstance(leaf, SentTensor):
+                count = sum(_share_memory(plain(value), other) for other in sent)  # with itself too
+                leaf.overlaps = count > 1 or any(_share_memory(plain(value), other) for other in overlapping)
+            return leaf
+
+        return StageOutput(map_leaves(described, values))
+
+    def overlapping(self, values: Any) -> list[torch.Tensor]:
+        """Those of the received ``values`` that would share memory with others in one process."""
+        pairs = zip(leaves(self.tree), leaves(values), strict=True)
+        return [value for (_, leaf), (_, value) in pairs if isinstance(leaf, SentTensor) and leaf.overlaps]
 
     def pack(self, values: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The tensors to send for ``values``, which have to match the description, on ``device``."""
@@ -185,6 +202,24 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
         "strings, None, or tuples, lists, mappings and dataclasses of them; change its output, or split elsewhere "
         "(parallel.pipeline.split)"
     )
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a change of ``one`` in place changes ``other``; parts of one tensor, such as query and key, may not."""
+    storage = one.untyped_storage()
+    if one.is_meta or not one.numel() or storage.data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    touched = torch.zeros(storage.nbytes(), dtype=torch.bool, device=one.device)
+    _bytes_of(one, touched).fill_(True)
+    return bool(_bytes_of(other, touched).any())
+
+
+def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The elements of ``memory`` where ``tensor`` has its bytes in its storage; once each where it is expanded."""
+    width = tensor.itemsize
+    shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride * width for stride in tensor.stride()]
+    return memory.as_strided((*shape, width), (*strides, 1), tensor.storage_offset() * width)
 
 
 def _keeps_dtype(value: torch.Tensor | SentTensor) -> bool:

@@ -13,6 +13,7 @@ import paramp
 from paramp.distributed import random_across_tensor_ranks
 from paramp.distributed.random_across_tensor_ranks import replicated_random, sharded_random
 from paramp.models import GPT
+from paramp.models.transformer import Attention
 from paramp.parallel.materialize import materialize
 
 LAYOUTS = [{"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2, "sequence_parallel": True}, {"pipeline": 4}]
@@ -121,9 +122,11 @@ def test_dropout_in_the_model_follows_the_rule(world, sequence_parallel):
     runs, parallel = [], {"tensor": 4, "sequence_parallel": sequence_parallel}
     for _ in range(2):
         masks = {}
-        with paramp.launch_from_torch({"parallel": parallel}):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
             engine = gpt_engine(dropout=0.5)
             for name, module in engine.module.named_modules():
+                if isinstance(module, Attention):  # whatever context is opened later
+                    assert module.tensor_place == (context.tp.rank, 4, context.device)
                 if isinstance(module, nn.Dropout):
                     module.register_forward_hook(
                         lambda _, inputs, output, masks=masks, name=name: masks.update({name: (output == 0).tolist()})

@@ -1,7 +1,9 @@
 """Partitions of models that are not sequential, against a plain torch loop on the model itself."""
 
+import operator
 import random
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -250,6 +252,9 @@ def own(module, sent):
         (in_place, own, True),
         (lambda scale, most: scale.data[1:].copy_(most), own, True),
         (lambda scale, most: torch.relu_(scale), own, True),
+        (lambda scale, most: operator.iadd(scale, most), own, True),
+        (lambda scale, most: [scale, setattr(scale, "data", scale + most)][0], own, True),
+        (lambda scale, most: scale * operator.iadd(scale.shape[0], 1), own, False),
         (in_place, lambda module, sent: sent if module.training else module.scale, True),
         (in_place, lambda module, sent: sent, False),
         (lambda scale, most: scale.mul(0.5).add_(most) * (scale & most), own, False),
@@ -261,6 +266,70 @@ def test_a_buffer_that_one_stage_changes_and_another_uses_is_refused(change, use
     message = r"changes 'scale' in place at test_partition_fx\.py.*, and uses it on stages 0 and 1, each of which"
     with pytest.raises(paramp.ConfigError, match=message) if is_refused else nullcontext():
         partition_of(Scaled(change, used), "two")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda scale, most: torch.add(scale, most.detach(), out=scale), lambda scale, most: scale.reshape(-1).add_(most)],
+)
+def test_a_buffer_that_one_stage_changes_and_another_uses_is_found_when_it_runs(change):
+    with pytest.raises(paramp.ConfigError, match="split: 'scale': stage 0 of the pipeline changes it in place, and"):
+        partition_of(Scaled(change, own), "two")[1][0](torch.ones(2, 4))
+
+
+class Asking(Two):
+    """Asks of what class values are: an input, what a module returns, a number."""
+
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, None
+
+    class Opaque(Pair):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    def __init__(self, between):
+        super().__init__(between)
+        self.pair, self.opaque = self.Pair(), self.Opaque()
+
+    def forward(self, x, mask=None):
+        return super().forward(x) * (mask if torch.is_tensor(mask) else 0.5)
+
+
+def changed_through_a_view(module, y):
+    kept, first = y, y[:, :2]
+    first *= 2
+    y -= 1
+    return kept * y
+
+
+def with_other_data(module, y):
+    y.data = y.data.round()
+    return y
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda module, y: y * 2 if isinstance(y, torch.Tensor) else y[0],
+        lambda module, y: y * 2 if isinstance(y.mT, torch.Tensor) and not isinstance(y, (Sequence, int)) else y,
+        lambda module, y: first * 2 if isinstance(first := module.pair(y), torch.Tensor) else first[0],
+        lambda module, y: y * (y.shape[1].unsqueeze(0) if isinstance(y.shape[1], torch.Tensor) else y.shape[1]),
+        changed_through_a_view,
+        with_other_data,
+    ],
+)
+def test_classes_and_changes_in_place_are_those_of_one_process(between):
+    model, x, mask = seeded(lambda: Asking(between)), randn(2, 4), randn(4)
+    _, (first, second) = partition_of(model, "two")
+    torch.testing.assert_close(second(first(x, mask=mask), mask=mask), model(x, mask))
+
+
+def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another():
+    between = lambda module, y: y if isinstance(y := module.opaque(y), torch.Tensor) else y[0]  # noqa: E731
+    _, (first, _) = partition_of(Asking(between), "two")
+    with pytest.raises(paramp.ConfigError, match=r"class of a tuple at test_partition_fx\.py.* took for a Tensor"):
+        first(torch.ones(2, 4))
 
 
 class Given(Two):
@@ -407,6 +476,30 @@ def test_complex_numbers_without_a_gradient_travel(world):
     with paramp.launch_from_torch(TWO_STAGES) as context:
         model = seeded(lambda: Rotated(detached=True))
         train_both(context, engine_of(model), seeded(lambda: Rotated(detached=True)), [(randn(4, 4), randn(4, 4))] * 2)
+
+
+class Viewing(Two):
+    """Sends a tensor and a part of it, which is changed in place on the next stage."""
+
+    def __init__(self, change, part=slice(2)):
+        super().__init__()
+        self.change, self.part = change, part
+
+    def forward(self, x):
+        y = self.one(x)
+        halves, tail = y[:, self.part], y[:, 2:]
+        z = self.two(x)[:, :2]
+        return self.change(halves, z) * tail
+
+
+@on_ranks(2)
+def test_a_tensor_that_is_changed_in_place_where_a_view_of_it_is_a_copy(world):
+    with paramp.launch_from_torch(TWO_STAGES) as context:
+        with pytest.raises(paramp.ConfigError, match=r"a stage changes a tensor of shape \(2, 2\) in place, of which"):
+            engine_of(Viewing(operator.iadd, slice(1, 3))).forward_backward(torch.ones(4, 4), torch.ones(4, 2))
+        for change, part in ((operator.add, slice(1, 3)), (operator.iadd, slice(2))):  # no change; of another part
+            plain, model = (seeded(lambda: Viewing(change, part)) for _ in range(2))  # noqa: B023
+            train_both(context, engine_of(model), plain, [(randn(4, 4), randn(4, 2))] * 2)
 
 
 class Passing(Two):

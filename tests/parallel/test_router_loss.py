@@ -268,3 +268,15 @@ def test_sums_in_fp64_and_losses_cross_stages_in_their_dtype():
     received, *there = described.unpack(packed, torch.device("cpu"), torch.float16)
     assert received.dtype == torch.float16
     assert all(map(torch.equal, there, (sums, loss)))
+
+
+def test_tensors_that_share_memory_are_known_on_each_later_stage():
+    table = torch.randn(4, 6)
+    values = table, table[:, 0], torch.ones(2), *torch.randn(4, 6).chunk(2, 1)
+    described = StageOutput.describe(values, torch.float16)
+    received = described.unpack(described.pack(values, torch.device("cpu")), torch.device("cpu"), torch.float16)
+    overlapping = described.overlapping(received)
+    assert [*map(torch.equal, overlapping, values[:2])] == [True, True]
+    assert len(overlapping) == 2
+    later = StageOutput.describe((received[2], received[0].T), torch.float16, overlapping)
+    assert [leaf.overlaps for leaf in later.tree] == [False, True]

@@ -20,6 +20,8 @@ from paramp.parallel.tensor.sharded_loss import vocab_parallel_loss
 
 LAYOUT = ExactLayout(seed=0, microchunk=1, slices=8)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
+NO_LABELS = (4, 8)
+"""The shape of logits whose rows are all ignored."""
 EPS = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
@@ -37,7 +39,7 @@ def bits(tensor):
 
 
 def example(shape, dtype, weighted):
-    """Logits with exponentials that are 0, their classes, one row ignored, and class weights of which some are 0."""
+    """Logits with exponentials that are 0, their classes, a row or all ignored, class weights of which some are 0."""
     dim = 1 if len(shape) > 1 else 0
     logits = (torch.randn(shape) * 30 - 100).to(dtype).requires_grad_()
     target = torch.randint(shape[dim], shape[:dim] + shape[dim + 1 :])
@@ -47,6 +49,8 @@ def example(shape, dtype, weighted):
     if weighted:
         weight[::3] = 0
         weight[target.view(-1)[-1]] = 1
+    if shape == NO_LABELS:
+        target[:] = -100
     return logits, target, weight
 
 
@@ -83,6 +87,7 @@ def test_losses_and_gradients_have_the_same_bits_however_classes_are_sharded(wor
     torch.manual_seed(3)
     both = meshes()
     cases = [((7, 296), "none"), ((7, 296), "mean"), ((7, 296), "sum"), ((3, 16, 5), "none"), ((8,), "mean")]
+    cases.append((NO_LABELS, "mean"))
     for (shape, reduction), dtype in itertools.product(cases, TOLERANCE):
         logits, target, weight = example(shape, dtype, weighted)
         options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}

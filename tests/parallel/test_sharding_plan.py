@@ -13,6 +13,7 @@ from reference import batches, small_gpt
 from small_engines import engine_of, everywhere, own_part, train_step
 from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
@@ -202,7 +203,7 @@ def test_masks_of_gradients_mean_the_same_for_every_kind_of_layer(world):
 @pytest.mark.parametrize("style", [None, "sharded_random"])
 @on_ranks(2)
 def test_dropout_of_sharded_features(world, style):
-    """Tensor ranks draw alike, unless the plan says that its features are sharded."""
+    """Tensor ranks draw alike, unless the plan says that its features are sharded; also beside a later context."""
     plan = {"0": "colwise", "2": "rowwise"} | ({"1": style} if style else {})
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}):
         engine, kept = engine_of(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 4)), plan=plan), []
@@ -211,6 +212,36 @@ def test_dropout_of_sharded_features(world, style):
         masks = everywhere(kept[0].tolist())
         assert kept[0].shape == (4, 32)
         assert (masks[0] == masks[1]) == (style is None)
+        engine.step()
+        with paramp.ParallelContext.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))):
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        masks = everywhere(kept[1].tolist())
+        assert (masks[0] == masks[1]) == (style is None)
+
+
+class Pooled(nn.Module):
+    """Takes the mean of a sequence in a module that is called with keywords."""
+
+    class Pool(nn.Module):
+        def forward(self, hidden, *, scale=1.0):
+            return (hidden + hidden.mean(1, keepdim=True)) * scale
+
+    def __init__(self, name="hidden"):
+        super().__init__()
+        self.one, self.norm, self.pool, self.name = nn.Linear(4, 4), nn.LayerNorm(4), self.Pool(), name
+
+    def forward(self, x):
+        return self.pool(**{self.name: self.norm(self.one(x))}, scale=2.0)
+
+
+@on_ranks(2)
+def test_a_first_input_that_is_given_by_its_name_is_gathered(world):
+    plan = {"one": "scatter_sequence", "norm": "sequence", "pool": "gather_sequence"}
+    with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
+        engine = engine_of(seeded(Pooled), plan=plan)
+        train_both(context, engine, seeded(Pooled), [tuple(randn(2, 2, 6, 4))] * 2)
+        with pytest.raises(paramp.ConfigError, match="keywords other, scale alone, expected that input, 'hidden'"):
+            engine_of(Pooled("other"), plan=plan).forward_backward(*randn(2, 2, 6, 4))
 
 
 @on_ranks(2)

@@ -221,12 +221,13 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         softmax, factor, index, scale, part, total, ignored = ctx.saved_tensors
         gradient = gradient if total is None else gradient / total
+        gradient = gradient.expand_as(ignored).masked_fill(ignored, 0.0)  # NaN in a mean without labels
         result = softmax * (factor * gradient).unsqueeze(-1)
         mine, position = _position(index, result.shape[-1])
         # -0.0 is what changes no element, a zero with a sign included.
         result.scatter_add_(-1, position, torch.where(mine, -(scale * gradient), -0.0).unsqueeze(-1))
         if part is not None:
-            result.sub_(part * (gradient * ~ignored).unsqueeze(-1))
+            result.sub_(part * gradient.unsqueeze(-1))
         return result, *[None] * 7
 
 

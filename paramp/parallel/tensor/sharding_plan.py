@@ -196,7 +196,12 @@ def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if args or not kwargs:
         return None
     first = next(iter(inspect.signature(module.forward).parameters))
-    return ((kwargs.pop(first),) if first in kwargs else ()), kwargs
+    if first not in kwargs:
+        raise ConfigError(
+            f"plan: {type(module).__name__}, whose style changes its first input, is called with the keywords "
+            f"{', '.join(kwargs)} alone, expected that input, {first!r}, by its position or name"
+        )
+    return (kwargs.pop(first),), kwargs
 
 
 def _turn_off_fast_path(module: nn.Module, styles: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError
 from ...base.module_surgery import run_within, with_parameters
-from ...distributed.random_across_tensor_ranks import replicated_random, sharded_random
+from ...distributed.random_across_tensor_ranks import place_on, replicated_random, sharded_random
 from ..expert_dispatch import ExpertParallel
 from .colwise_and_rowwise import (
     SEQUENCE,
@@ -34,11 +35,13 @@ from .expert_slices import ExpertSlices
 class ShardedRandom(ParallelStyle):
     """A module whose random numbers differ over the tensor axis: for dropout on sharded activations."""
 
-    random = staticmethod(sharded_random)
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        run_within(module, lambda module: None if _is_idle_dropout(module) else self.random())
+        random = self._random(device_mesh)
+        run_within(module, lambda module: None if _is_idle_dropout(module) else random())
         return module
+
+    def _random(self, device_mesh: DeviceMesh) -> Callable[[], AbstractContextManager[None]]:
+        return partial(sharded_random, place_on(device_mesh))
 
 
 def _is_idle_dropout(module: nn.Module) -> bool:
@@ -48,7 +51,8 @@ def _is_idle_dropout(module: nn.Module) -> bool:
 class ReplicatedRandom(ShardedRandom):
     """A module whose random numbers are equal over the tensor axis, inside a :class:`ShardedRandom` module."""
 
-    random = staticmethod(replicated_random)
+    def _random(self, device_mesh: DeviceMesh) -> Callable[[], AbstractContextManager[None]]:
+        return replicated_random
 
 
 class LocalHeads(ShardedRandom):
@@ -111,7 +115,7 @@ class ScatterSequence(ParallelStyle):
 
 
 class GatherSequence(ParallelStyle):
-    """Gather the module's input (batch, sequence, ...), this rank's slice of the sequence, to the whole sequence."""
+    """Gather the module's first input (batch, sequence, ...), a slice of the sequence, to the whole sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather_input(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
