@@ -20,7 +20,7 @@ from ..base.trees import map_tensors, tensors
 from ..distributed.phase_of_rank import BATCH
 from ..observe.nonfinite_hooks import Tracer
 from ..observe.recorded_window import RecordedBatch
-from ..parallel.expert_balance import EACH_ONCE, announcing
+from ..parallel.expert_balance import EACH_ONCE, announcing, uncounted_if_failed
 from ..parallel.loss_and_outputs_of_batch import broadcast_tree, join
 from ..parallel.microbatches import Batch
 from ..precision.compute_context import default_dtype_of
@@ -57,7 +57,10 @@ class LoopRunner(BatchRunner):
             self._weights.put_back()
             failing = self._window.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
-            with failing, self._context.phase("forward" if training else "evaluation"), self._computing(), running:
+            # Other ranks may have counted this forward, and would then differ from this one.
+            undone = uncounted_if_failed(self._window.counts if self._context.world_size == 1 else ())
+            phase = self._context.phase("forward" if training else "evaluation")
+            with failing, undone, phase, self._computing(), running:
                 output = self.criterion.joined(self._stages(*batch.args, **batch.kwargs), batch)
             if not training:
                 output = map_tensors(full_tensor, output)

@@ -1,7 +1,8 @@
-"""Calls of torch that divide or reorder features, of which each tensor rank may have some only."""
+"""Calls of torch that divide, join or reorder features, of which each tensor rank may have some only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,16 @@ DIVIDES = {
     "glu": (1, "dim", -1),
 }
 """Functions that divide or reorder a dim, and which argument it is: its place, its name and its default."""
+JOINS = "cat", "concat", "concatenate", "dstack"
 
 
 def divided_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Into how many equal parts a call divides the last dim of 3 of its first argument; 0 if it reorders or cuts it.
 
-    None if it does neither.
+    0 too if it joins several; None if it does none of these.
     """
+    if name in JOINS:
+        return 0 if _joins_features(name, args, kwargs) else None
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or x.ndim != 3:
         return None
@@ -31,6 +35,8 @@ def divided_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         reaches = len(index) == 3 or (Ellipsis in map(_plain, index) and index[-1] is not Ellipsis)
         return 0 if reaches and index[-1] != slice(None) else None
+    if name in ("view", "reshape", "unflatten"):
+        return _parts_before_rest(name, x, args[1:], kwargs)
     if name not in DIVIDES:
         return None
     place, key, default = DIVIDES[name]
@@ -45,6 +51,28 @@ def divided_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if name == "split" and isinstance(size, int):
         return x.shape[2] // size if x.shape[2] % size == 0 else 0
     return len(size) if name == "split" and len({*size}) == 1 else 0
+
+
+def _joins_features(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call joins features of several tensors; not of those without gradients, such as tables of angles."""
+    parts = args[0] if args else kwargs["tensors"]
+    dim = -1 if name == "dstack" else kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    return len(parts) > 1 and dim in (-1, 2) and any(part.ndim == 3 and part.requires_grad for part in parts)
+
+
+def _parts_before_rest(name: str, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Into how many parts a call divides the last dim of ``x`` before the one of size -1; None if not, or into one.
+
+    Each rank would take its features for some of all parts, or its part of all heads for whole ones.
+    """
+    given = (*args, *kwargs.values())
+    if name == "unflatten":
+        sizes = given[-1] if given[0] in (-1, 2) else ()
+    else:
+        shape = given[0] if isinstance(given[0], (tuple, list)) else given
+        sizes = shape[2:] if (*shape[:2],) == x.shape[:2] else ()
+    before = math.prod(sizes[: sizes.index(-1)]) if -1 in sizes else 1
+    return None if before == 1 or not x.requires_grad else before
 
 
 def _plain(index: Any) -> Any:

@@ -25,7 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import OF_CLASS, names_by_parameter, num_hooks, replace_forward, with_parameters
-from ..parallel.expert_dispatch import ExpertParallel, check_forward, dispatched, no_rows, problem_of
+from ..parallel.expert_dispatch import (
+    ExpertParallel,
+    check_forward,
+    dispatched,
+    inputs_in_order,
+    no_rows,
+    problem_of,
+)
 from .elementwise import with_contiguous_gradient
 from .forwards_in_microchunk import Forwards
 from .gradient_taps import Tap
@@ -54,16 +61,14 @@ class ExactExperts(ExpertParallel):
             self._shard(module, device_mesh)
             group = device_mesh.get_group()
 
-        def forward(
-            module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self._forwards.sees_parts:
                 raise ConfigError(
                     f"reproducible.sequence_slices: a {type(module).__name__} in {self._forwards.module} is called "
                     "outside of the module that has it, expected inside, which computes slices; or set it to 1"
                 )
-            run = partial(self._run, module, top_k_index.dtype)
-            return dispatched(run, (hidden_states, top_k_index, top_k_weights), module.num_experts, group)
+            inputs = inputs_in_order(module, args, kwargs)
+            return dispatched(partial(self._run, module, inputs[1].dtype), inputs, module.num_experts, group)
 
         setattr(forward, OF_CLASS, True)  # for the next engine of the model
         return replace_forward(module, self._forwards.of_layer(forward))

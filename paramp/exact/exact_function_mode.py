@@ -236,7 +236,8 @@ class ExactFunctions(TorchFunctionMode):
             raise ConfigError(
                 f"reproducible: {name} in {self._module} divides or reorders features between a colwise and a "
                 f"rowwise layer, of which each of {self._tensor_size} tensor ranks has some only; give the "
-                "colwise layer the style 'packed_colwise_2' or 'packed_colwise_3' if its outputs are fused ones"
+                "colwise layer the style 'packed_colwise_2' or 'packed_colwise_3' if its outputs are fused ones, "
+                "write -1 for the number of heads, of which a rank has some, and do not join outputs of two layers"
             )
 
     def _check_parameters(self, name: str, args: Any) -> None:

@@ -116,7 +116,7 @@ class StepCounts(nn.Module):
         if not torch.is_grad_enabled():
             return everywhere
         self._num_added += 1
-        self.total.add_(everywhere)
+        self.total = self.total + everywhere  # not in place, for uncounted_if_failed
         return counts if self._apart else self.known.clone()
 
     def check_announced(self) -> None:
@@ -251,6 +251,18 @@ def counted_alone(module: nn.Module) -> Iterator[None]:
     finally:
         for one in joined:
             one._adds_up = True
+
+
+@contextmanager
+def uncounted_if_failed(all_counts: Sequence[StepCounts]) -> Iterator[None]:
+    """A context for a forward: one that fails leaves ``all_counts`` as they were."""
+    before = [(one.total, one._num_added) for one in all_counts]
+    try:
+        yield
+    except BaseException:
+        for one, (total, num_added) in zip(all_counts, before, strict=True):
+            one.total, one._num_added = total, num_added
+        raise
 
 
 @contextmanager

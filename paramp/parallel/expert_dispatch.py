@@ -39,6 +39,8 @@ from .recognize_stacked_experts import SEE_ROWS, num_experts
 from .tensor.colwise_and_rowwise import distribute
 from .tensor.differentiable_collectives import local_shard
 
+INPUTS = "hidden_states", "top_k_index", "top_k_weights"
+"""The names of the inputs of experts in transformers."""
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Experts of this rank: of rows (rows, features), the router's weight of each (rows,), and their numbers (ranks,
 experts), int64. The rows are ordered by the rank that sent them, and then by expert. Even if there are none, the output
@@ -60,6 +62,11 @@ class ExpertParallel(ParallelStyle):
         if problem := problem_of(module):
             raise ConfigError(f"plan: {name!r} is a {type(module).__name__} {problem} for the style 'experts'")
         check_forward(name, module)
+        if hasattr(getattr(type(module), "num_experts", None), "__set__"):  # have_part could not replace it
+            raise ConfigError(
+                f"plan: {name!r} is a {type(module).__name__} with num_experts as a property, expected an attribute "
+                "that its __init__ sets, because each rank sets it to the number of its experts"
+            )
         count = cast(int, module.num_experts)
         if count % size:
             raise ConfigError(f"plan: {name!r} has {count} experts, expected a multiple of parallel.expert {size}")
@@ -69,11 +76,9 @@ class ExpertParallel(ParallelStyle):
         group = device_mesh.get_group()
 
         @uncompiled  # the number of rows differs from call to call
-        def forward(
-            module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
-            return output_of_all(module, shards, (hidden_states, top_k_index, top_k_weights), group)
+            return output_of_all(module, shards, inputs_in_order(module, args, kwargs), group)
 
         return replace_forward(module, forward)
 
@@ -124,6 +129,18 @@ def have_part(module: nn.Module, size: int) -> None:
     vars(module)["num_experts"] = cast(int, module.num_experts) // size
 
 
+def inputs_in_order(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs of experts as of :func:`dispatched`, also those given by the names that their class has for them."""
+    if kwargs:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        # What has no name there goes by transformers'.
+        args = *bound.args[1:], *(bound.kwargs[name] for name in sorted(bound.kwargs, key=INPUTS.index))
+    tokens, index, weights = args
+    return tokens, index, weights
+
+
 def output_of_all(
     module: Any,
     shards: Mapping[str, torch.Tensor],
@@ -147,7 +164,7 @@ def output_of_all(
             output: torch.Tensor = type(module).forward(
                 module, rows, experts.view(-1, 1).to(dtype), weights.view(-1, 1)
             )
-        return output
+        return output.to(rows.dtype)  # as on a rank without rows
 
     return dispatched(run, inputs, module.num_experts, group)
 

@@ -379,6 +379,12 @@ def test_a_window_that_was_dropped_takes_the_counts_with_it():
         engine.count_tokens(parts)
         engine.zero_grad()  # before the first batch it drops nothing
         assert all(one.announced is not None for one in token_counts(engine.module))
+        hook = engine.module.blocks[1].register_forward_pre_hook(lambda *_: 1 // 0)  # the first router has counted
+        with pytest.raises(ZeroDivisionError):
+            engine(parts[0][0])
+        hook.remove()
+        train_in_a_loop(engine, *parts)
+        engine.count_tokens(parts)
         engine.forward_backward(*parts[0])
         engine.zero_grad()
         assert all(one.announced is None for one in token_counts(engine.module))

@@ -127,7 +127,7 @@ class Chosen(nn.Module):
         self.experts.weight.data = torch.eye(WIDTH) * torch.tensor(factors)[:, None, None]
 
     def forward(self, x):
-        return self.experts(x, torch.tensor([[2, 0, 3, 1]]).expand(len(x), -1), torch.ones(len(x), 4))
+        return self.experts(x, weights=torch.ones(len(x), 4), index=torch.tensor([[2, 0, 3, 1]]).expand(len(x), -1))
 
 
 def summed(outputs, output, _):

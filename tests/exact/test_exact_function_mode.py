@@ -370,7 +370,7 @@ def test_arguments_that_cannot_be_exact_are_refused():
         F.scaled_dot_product_attention(query[0], key[0], value[0], attn_mask=mask)
 
 
-X = torch.arange(2.0 * 4 * 6).view(2, 4, 6)
+X = torch.arange(2.0 * 4 * 6).view(2, 4, 6).requires_grad_()
 DIVIDING = {
     "chunk": (2, lambda: X.chunk(2, -1)),
     "chunk of the sequence": (None, lambda: X.chunk(2, 1)),
@@ -384,6 +384,15 @@ DIVIDING = {
     "a slice of all dims": (0, lambda: X[:, :, :3]),
     "a slice of the sequence": (None, lambda: X[:, 1:]),
     "all": (None, lambda: X[..., :]),
+    "cat": (0, lambda: torch.cat([X, X], -1)),
+    "dstack": (0, lambda: torch.dstack([X, X])),
+    "cat of the sequence": (None, lambda: torch.concatenate([X, X], axis=1)),
+    "cat of a table": (None, lambda: torch.cat([X.detach(), X.detach()], -1)),
+    "view": (3, lambda: X.view(2, 4, 3, -1, 2)),
+    "reshape into heads": (2, lambda: torch.reshape(X, (2, 4, 2, -1))),
+    "unflatten": (3, lambda: X.unflatten(-1, (3, -1))),
+    "a number of heads": (None, lambda: X.view(2, 4, -1, 3)),
+    "of flat tokens": (None, lambda: X.view(8, 2, -1)),
     "heads": (None, lambda: X.unflatten(-1, (2, 3)).unbind(2)),
     "halves of heads": (None, lambda: X.view(2, 4, 2, 3)[..., :1]),
 }

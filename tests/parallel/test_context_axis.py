@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import warnings
 from unittest import mock
 
@@ -497,7 +498,7 @@ def test_a_rank_has_one_part_of_the_first_half_and_its_counterpart_from_the_end(
     length = 8 // size
     part = [[one * length + place for one in (first, last) for place in range(length)]] * 2
     batch = (part, True, True)
-    assert seen == [(part, False, False), (tokens.tolist(), False, False), batch, batch]
+    assert seen == [(tokens.tolist(), False, False), (part, False, False), batch, batch]
 
 
 @on_ranks(4)
@@ -598,6 +599,19 @@ class Counted(nn.Module):
         return self.tokens(tokens) + self.places(self.positions(tokens.shape[1]))
 
 
+def kept_for(lasts):
+    """Counts positions over all ranks, and keeps them while a table of ``lasts(its length, the tokens)`` is enough."""
+    table = torch.arange(0)
+
+    def positions(length):
+        nonlocal table
+        if not lasts(len(table), length):
+            table = token_positions(length)
+        return table[:length]
+
+    return positions
+
+
 class Headed(nn.Module):
     """Tokens, of whose hidden states a function makes the outputs."""
 
@@ -687,6 +701,7 @@ def first_mean(output, target):
 
 REFUSED_BATCHES = {
     "positions": (lambda: Counted(torch.arange), summed_loss, "counts their places itself"),
+    "positions of longer ones": (lambda: Counted(kept_for(operator.ge)), summed_loss, "counts their places itself"),
     "pooled": (lambda: Headed(lambda x: x[..., :3].mean(1)), mean, "output of shape \\(2, 3\\), expected tokens"),
     "a number of each": (lambda: Headed(lambda x: x.mean((1, 2))), mean, "output of shape \\(2,\\), expected tokens"),
     "last token": (lambda: Headed(lambda x: x[:, -1, 0]), mean, "output of shape \\(2,\\), expected tokens"),
@@ -801,11 +816,14 @@ def test_padding_of_a_few_tokens_is_seen_by_none_and_has_no_loss(world, kind, le
 
 @on_ranks(2)
 def test_positions_that_are_counted_over_ranks_are_right(world):
-    with paramp.launch_from_torch({"parallel": {"context": 2}}):
-        model = Counted(paramp.token_positions)
-        tokens = torch.randint(0, 100, (2, LENGTH))
-        whole = model(tokens).detach()
-        torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
+    """Also those that a model keeps for the next batch of that length, which the trial's whole sequences may have."""
+    for positions, length in ((paramp.token_positions, LENGTH), (kept_for(operator.eq), 512)):
+        with paramp.launch_from_torch({"parallel": {"context": 2}}):
+            model = Counted(positions)
+            model.places = nn.Embedding(length, 8)
+            tokens = torch.randint(0, 100, (2, length))
+            whole = model(tokens).detach()
+            torch.testing.assert_close(engine_of(model)(tokens).detach(), whole)
 
 
 @on_ranks(2)

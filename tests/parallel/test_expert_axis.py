@@ -32,7 +32,7 @@ class Mixture(nn.Module):
 
     def forward(self, x):
         index = x[:, :1].long()
-        return self.experts(self.enter(x[:, 1:]), index, self.scale.expand(len(x), 1))
+        return self.experts(self.enter(x[:, 1:]), weights=self.scale.expand(len(x), 1), index=index)
 
 
 def mixture(num_experts=4):
@@ -48,6 +48,13 @@ def tokens_for(*experts):
     return torch.cat([torch.tensor(experts, dtype=torch.float32).unsqueeze(1), features], 1)
 
 
+class InDouble(Experts):
+    """Experts whose output is wider than their input, as it is narrower under autocast."""
+
+    def forward(self, tokens, index, weights):
+        return super().forward(tokens, index, weights).double()
+
+
 @on_ranks(4)
 def test_ranks_without_tokens_take_part_and_have_gradients_of_zero(world):
     """All tokens go to one expert; or some to none, an index of no expert, and none at all on one data rank."""
@@ -55,9 +62,15 @@ def test_ranks_without_tokens_take_part_and_have_gradients_of_zero(world):
         x = tokens_for(*chosen)
         plain = mixture().double()
         F.mse_loss(plain(x.double()), torch.zeros(8, 8, dtype=torch.float64)).backward()
-        for parallel in ({"expert": 4}, {"data": {"shard": 4}, "expert": 2}):
+        for parallel, kind in (
+            ({"expert": 4}, Experts),
+            ({"expert": 4}, InDouble),
+            ({"data": {"shard": 4}, "expert": 2}, Experts),
+        ):
             with paramp.launch_from_torch({"parallel": parallel}) as context:
-                engine = engine_of(mixture(), plan=PLAN)
+                model = mixture()
+                model.experts.__class__ = kind
+                engine = engine_of(model, plan=PLAN)
                 # A rank of the expert axis has neighbours, which the one that shards them over other ranks splits.
                 expert = context.rank if "data" not in parallel else (0, 2, 1, 3)[context.rank]
                 for _ in range(2):  # the second finds buffers that were used
@@ -319,6 +332,10 @@ def of_buffer(experts):
     experts.register_buffer("offsets", torch.zeros(4, 8))
 
 
+class Counting(Experts):
+    num_experts = property(lambda experts: len(experts.weight))
+
+
 class OtherForward(Experts):
     def forward(self, tokens, chosen):
         return tokens
@@ -331,6 +348,7 @@ def test_experts_that_would_stay_whole_are_refused_by_name(world):
         r"'experts' is a Experts with 'inside.weight' of 4 experts, expected parameters of the module": of_submodule,
         r"'experts' is a Experts with 'offsets' of 4 experts, expected parameters of the module": of_buffer,
         r"'experts' is a OtherForward whose forward is another": lambda one: setattr(one, "__class__", OtherForward),
+        r"'experts' is a Counting with num_experts as a property": lambda one: setattr(one, "__class__", Counting),
         r"'experts' has a forward that was set on the object": lambda one: setattr(one, "forward", lambda *inputs: 0),
     }
     with paramp.launch_from_torch({"parallel": {"expert": 2}}):

@@ -376,6 +376,22 @@ def test_a_users_loop_may_drop_gradients_between_forward_and_backward():
             assert [one.bias.tolist() for one in counts] == [bias.tolist() for bias in expected]
 
 
+def test_a_forward_that_failed_counts_nothing_in_a_loop_that_goes_on():
+    (x, y), (x2, y2) = batches(2)
+    with paramp.launch_from_torch({"gradient_accumulation": 2}):
+        engine, counts = counting_engine()
+        engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+        expected = [one.total.tolist() for one in counts]
+        hook = engine.module.blocks[1].register_forward_pre_hook(lambda *_: refuse())  # the first router has counted
+        with pytest.raises(ArithmeticError):
+            engine(x2)
+        hook.remove()
+        assert [one.total.tolist() for one in counts] == expected
+        engine.criterion(engine(x2), y2)
+        assert [one.total.sum() for one in counts] == [2 * x.numel() * SMALL_MOE.experts_per_token] * 2
+
+
 def test_a_balance_of_equal_shares_is_1_and_has_no_gradient_in_the_scores():
     """The loss's least value, where experts have equal probabilities."""
     counts, scores = TokenCounts(4), torch.zeros(8, 4, requires_grad=True)

@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
     def forward(self, x):
         scores, index = self.router(x).softmax(-1).topk(CHOICES)
-        return x + self.experts(x, index, scores)
+        return x + self.experts(tokens=x, weights=scores, index=index)
 
 
 def layers():

@@ -226,6 +226,11 @@ class CutStage:
             wide = torch.autocast(device.type, enabled=False) if is_wide else nullcontext()
             with axis.trial(), varied(self.stage), without_draws(device), wide:
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
+                # First, so that a table of places that the model keeps is found in the part, and does not stay.
+                with axis.paused():
+                    with self.inputs.whole():
+                        expected = self.compute(*args, **kwargs)
+                    whole_loss = self._own_loss(expected, args, kwargs)
                 try:
                     output = self.compute(*some_args, **some_kwargs)
                 except Exception as error:
@@ -233,10 +238,6 @@ class CutStage:
                     raise
                 found = axis.joined_tokens(output, tokens)
                 loss = self._own_loss(output, some_args, some_kwargs)
-                with axis.paused():
-                    with self.inputs.whole():
-                        expected = self.compute(*args, **kwargs)
-                    whole_loss = self._own_loss(expected, args, kwargs)
         finally:
             torch.clear_autocast_cache()  # has casts of weights without gradients, which the batch would use
             for module in training:

@@ -24,7 +24,7 @@ from ...base.errors import ConfigError
 from ...base.module_surgery import replace_forward, with_parameters
 from ...base.torch_internals import take
 from ...base.uncompiled import uncompiled
-from ..expert_dispatch import check_forward, have_part, output_of_all
+from ..expert_dispatch import check_forward, have_part, inputs_in_order, output_of_all
 from .colwise_and_rowwise import distribute, distribute_packed
 from .differentiable_collectives import enter, local_shard, on_first_rank, sum_over_ranks
 
@@ -129,10 +129,9 @@ class ExpertSlices(ParallelStyle):
         expert_group = device_mesh.get_group(0)
 
         @uncompiled  # the number of rows differs from call to call
-        def dispatching(
-            module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
-            inputs = enter(hidden_states, group), top_k_index, enter(top_k_weights, group)
+        def dispatching(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            tokens, index, weights = inputs_in_order(module, args, kwargs)
+            inputs = enter(tokens, group), index, enter(weights, group)
             return sum_over_ranks(output_of_all(module, slices(module), inputs, expert_group), group)
 
         return replace_forward(module, dispatching)
