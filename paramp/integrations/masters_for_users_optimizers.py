@@ -40,7 +40,6 @@ class ModuleMasters:
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
         self._rounded: set[torch.Tensor] = set()  # the weights of which they were rounded from the masters' gradients
         self._names: dict[torch.Tensor, str] = {}  # what errors call parameters
-        self._stepping = ExitStack()  # closed at the end of a step
 
     @staticmethod
     def of(module: nn.Module) -> ModuleMasters:
@@ -72,8 +71,10 @@ class ModuleMasters:
                 value = one.stepped.detach().contiguous()
                 dist.broadcast(value, group=replicas, group_src=0)
                 one.stepped.detach().copy_(value)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda *_: self._stepping.close())
+        # Not an attribute, because copies of the module, which hooks of a step may make, copy those.
+        steps: list[ExitStack] = []
+        optimizer.register_step_pre_hook(lambda *given: steps.append(self._begin_step(*given)))
+        optimizer.register_step_post_hook(lambda *_: steps.pop().close())
         optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
         optimizer.register_load_state_dict_post_hook(self._put_weights)
         if optimizer.state:  # which some constructors make, in the weights' dtype
@@ -172,7 +173,10 @@ class ModuleMasters:
             self._rounded.discard(one.weight)
             drop_gradients([one])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begin_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ExitStack:
+        """Prepare a step of ``optimizer``; the stack is to be closed after it."""
         if any(closure is not None for closure in (*args, *kwargs.values()) if callable(closure)):
             raise ConfigError(
                 "optimizer.step(): got a closure, whose gradients would not reach the fp32 masters; step the optimizer "
@@ -183,11 +187,12 @@ class ModuleMasters:
         held = self._held(optimizer)
         follow_changes(held)
         named = [(self._names.get(one.weight, "a parameter of another module"), one.weight) for one in held]
-        self._stepping = ExitStack()  # another one, because a step that failed has not closed it
-        self._stepping.callback(self._after_step, optimizer)
-        self._stepping.enter_context(refusing_changes(named))
+        stepping = ExitStack()
+        stepping.callback(self._end_step, optimizer)
+        stepping.enter_context(refusing_changes(named))
+        return stepping
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
         write_back(self._held(optimizer))
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)

@@ -7,6 +7,7 @@ code that a graph would not repeat: random numbers from other generators, ``torc
 from __future__ import annotations
 
 import abc
+import builtins
 import dataclasses
 import dis
 import functools
@@ -268,9 +269,13 @@ class _Recorded(fx.Proxy):
         if frame is None or frame.f_code.co_filename.startswith(HANDLE_PROXIES) or is_size(self.node):
             return _Recorded
         meta = self.node.meta
-        if TAKEN_FOR not in meta:
-            meta[TAKEN_FOR] = self.tracer.class_of(self.node), _line(frame)
-        return meta[TAKEN_FOR][0]
+        if CLASS not in meta:
+            meta[CLASS] = self.tracer.class_of(self.node)
+        if self.tracer.asked is None:  # by other code than isinstance, such as a match
+            meta.setdefault(TAKEN_FOR, []).append((meta[CLASS], True, _line(frame)))
+        else:
+            self.tracer.asked.append((meta, _line(frame)))
+        return meta[CLASS]
 
     def __getattr__(self, k: str) -> fx.proxy.Attribute:
         return _RecordedAttribute(self, k)
@@ -298,8 +303,10 @@ def _changing(function: Callable[[Any, Any], Any]) -> Callable[[_Recorded, Any],
 for _name in IN_PLACE:
     setattr(_Recorded, f"__{_name}__", _changing(getattr(operator, _name)))
 
+CLASS = "class"
+"""The key of a node's ``meta`` for the class that the code between modules is told."""
 TAKEN_FOR = "taken for"
-"""The key of a node's ``meta`` for the class that the code between modules was told, and the line that asked."""
+"""That for the classes that this code asks for, each with the answer, and the line that asks."""
 ASK_FOR_OTHERS = (__file__, abc.__file__, "<frozen abc>", dataclasses.__file__, functools.__file__)
 """Files of functions such as ``is_tensor``, which ask for the class because their caller does."""
 HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
@@ -311,7 +318,7 @@ def is_size(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
     if node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "dtype", "device")
+        return node.args[1] in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda") or is_size(node.args[0])  # type: ignore[arg-type]
     module = getattr(node.target, "__module__", None)
     return module in (operator.add.__module__, "math", "builtins") and all(map(is_size, node.all_input_nodes))
 
@@ -327,6 +334,8 @@ class _Tracer(fx.Tracer):
         self._modes = _modes()
         self._calls: dict[fx.Node, tuple[nn.Module, Any, Any]] = {}
         """Modules that are not traced, and their arguments."""
+        self.asked: list[tuple[dict[str, Any], str]] | None = None
+        """While isinstance runs: the ``meta`` of the values whose class it asks for, and the lines."""
         self.returned: Any = None
         """What the forward has returned."""
 
@@ -348,7 +357,8 @@ class _Tracer(fx.Tracer):
         """What the value of ``node`` is taken for: a tensor, or what the forward of a module returns when traced."""
         module, *arguments = self._calls.get(node, (None,))
         if module is None:
-            return torch.Tensor
+            divides = getattr(node.target, "__name__", node.target) in ("chunk", "split", "unbind")
+            return tuple if divides else torch.Tensor
         self._check_draws()
 
         def kind(_: str, value: Any) -> Any:
@@ -447,6 +457,22 @@ class _Tracer(fx.Tracer):
 
             return function
 
+        is_instance = builtins.isinstance
+
+        def asking(value: Any, kinds: Any) -> bool:
+            if not issubclass(type(value), _Recorded):
+                return is_instance(value, kinds)
+            tracer = value.tracer
+            outer, tracer.asked = tracer.asked, []
+            try:
+                answer = is_instance(value, kinds)
+                asked = tracer.asked
+            finally:
+                tracer.asked = outer
+            for meta, line in asked[:1]:
+                meta.setdefault(TAKEN_FOR, []).append((kinds, answer, line))
+            return answer
+
         def is_tensor(value: Any) -> bool:
             return isinstance(value, torch.Tensor)  # torch's own asks in a file of torch
 
@@ -457,6 +483,7 @@ class _Tracer(fx.Tracer):
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
             stack.enter_context(patched(torch, "is_tensor", is_tensor))
+            stack.enter_context(patched(builtins, "isinstance", asking))
             stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
             yield
 

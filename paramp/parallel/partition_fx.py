@@ -28,7 +28,19 @@ from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS
-from .fx_tracing import IN_PLACE, TAKEN_FOR, Call, call_of, check_mode, is_size, key_of, likely_calls, skeleton, trace
+from .fx_tracing import (
+    CLASS,
+    IN_PLACE,
+    TAKEN_FOR,
+    Call,
+    call_of,
+    check_mode,
+    is_size,
+    key_of,
+    likely_calls,
+    skeleton,
+    trace,
+)
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 
 MAX_CALLS = 16
@@ -250,12 +262,13 @@ class _Interpreter(fx.Interpreter):
             if n.op in ("call_function", "call_method") and "line" in n.meta and error.args:
                 error.args = (f"{error.args[0]} {n.meta['line']}", *error.args[1:])
             raise
-        taken_for, line = n.meta.get(TAKEN_FOR, (object, ""))
-        if not isinstance(value, taken_for):
-            raise ConfigError(
-                f"parallel.pipeline.split: the code between modules asks for the class of a {type(value).__name__} "
-                f"{line}, which tracing took for a {taken_for.__name__}; ask in a submodule, or split around this code"
-            )
+        for kinds, answer, line in n.meta.get(TAKEN_FOR, ()):
+            if isinstance(value, kinds) != answer:
+                raise ConfigError(
+                    f"parallel.pipeline.split: the code between modules asks for the class of a {type(value).__name__} "
+                    f"{line}, which tracing took for a {n.meta[CLASS].__name__}; ask in a submodule, or split around "
+                    "this code"
+                )
         return value
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:

@@ -311,7 +311,7 @@ def _keeping(overlapping: Sequence[torch.Tensor]) -> Iterator[None]:
             raise ConfigError(
                 f"parallel.pipeline.split: a stage changes a tensor of shape {tuple(tensor.shape)} in place, of which "
                 "it has also got a view, or a tensor that this is a view of: as a copy, which keeps the old values; "
-                "change a copy, make the view later, or split so that one stage has the view and the change"
+                "write y = y + x for y += x, make the view later, or split so that one stage has the view and the sum"
             )
 
 

@@ -85,12 +85,15 @@ class StageOutput:
         has got as copies, but which share memory in one process.
         """
         sent = list(map(plain, tensors(values)))
+        received = sum(any(_share_memory(one, other) for other in overlapping) for one in sent)
 
         def described(path: str, value: Any) -> SentTensor | Constant:
             leaf = _describe(path, value, dtype)
             if isinstance(leaf, SentTensor):
                 count = sum(_share_memory(plain(value), other) for other in sent)  # with itself too
-                leaf.overlaps = count > 1 or any(_share_memory(plain(value), other) for other in overlapping)
+                leaf.overlaps = count > 1 or (
+                    received > 1 and any(_share_memory(plain(value), other) for other in overlapping)
+                )
             return leaf
 
         return StageOutput(map_leaves(described, values))
@@ -209,6 +212,8 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     storage = one.untyped_storage()
     if one.is_meta or not one.numel() or storage.data_ptr() != other.untyped_storage().data_ptr():
         return False
+    if one is other:
+        return True
     touched = torch.zeros(storage.nbytes(), dtype=torch.bool, device=one.device)
     _bytes_of(one, touched).fill_(True)
     return bool(_bytes_of(other, touched).any())

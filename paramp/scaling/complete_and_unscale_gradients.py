@@ -161,7 +161,8 @@ def unscale_and_check_(gradients: Iterable[torch.Tensor], inv_scale: torch.Tenso
     """
     buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient  # torch's kernel takes no others
+        memory = gradient.conj() if gradient.is_conj() else gradient  # of which a real factor scales either
+        real = torch.view_as_real(memory) if memory.is_complex() else memory  # torch's kernel takes no others
         buckets[real.device, real.dtype].append(real)
     for (device, dtype), bucket in buckets.items():
         flag = torch.zeros((), dtype=torch.float32, device=device)

@@ -38,6 +38,7 @@ from trainer_runs import INF, LR, MAX_NORM, SCALE, STEPS, UNITS, check_weights, 
 
 import paramp
 from paramp.integrations.lightning import TrainerPrecision
+from paramp.integrations.masters_for_users_optimizers import ModuleMasters
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SCALED = {"init_scale": SCALE}
@@ -412,6 +413,20 @@ def test_an_eps_that_rounds_to_nothing_is_warned_of():
     model = build().half()
     with pytest.warns(UserWarning, match="eps 1e-08 is below"):
         TrainerPrecision("16-true").connect(model, [torch.optim.Adam(model.parameters())], [])
+
+
+def test_a_hook_of_a_step_may_copy_a_module_with_masters():
+    module, copies = nn.Linear(2, 1, bias=False).bfloat16(), []
+    masters, optimizer = ModuleMasters.of(module), torch.optim.SGD(module.parameters(), lr=1.0)
+    masters.add(module.weight, torch.ones(1, 2))
+    optimizer.register_step_post_hook(lambda *_: copies.append(copy.deepcopy(module)))
+    masters.adopt(optimizer)
+    module.weight.grad = torch.ones_like(module.weight)
+    with masters.unscaling(optimizer):
+        pass
+    optimizer.step()
+    assert len(copies) == 1
+    assert not module.weight.any()
 
 
 def test_copies_of_a_plugin_keep_its_group_and_a_scale_of_lightnings_plugin_is_taken_over():

@@ -148,6 +148,7 @@ def test_a_change_before_a_step_without_a_gradient_of_the_weight_is_followed_in_
         else:
             with torch.no_grad():
                 COUNTED[edit](engine.module.weight)
+        assert step(engine, math.inf).overflow
         before = engine.ema.full_state_dict()["weight"].view(-1)[UNSEEN]
         engine.module.asked = False
         step(engine)

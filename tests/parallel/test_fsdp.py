@@ -14,7 +14,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
-from paramp.base.dtensor import is_dtensor
 from paramp.base.wrapped_models import is_unit
 from paramp.parallel.fsdp.fsdp2_internals import drop_prefetched, groups
 
@@ -209,8 +208,7 @@ class Changing(nn.Module):
     def forward(self, x):
         with torch.no_grad():
             if self.name == "layer.weight":
-                weight = self.layer.weight
-                (weight if is_dtensor(weight) else weight[0]).mul_(0.5)  # that of one rank's shard
+                self.layer.weight.mul_(0.5)
             elif self.name:
                 self.frozen.bias.data = self.frozen.bias.data * 0.5
         return self.layer(x) - self.frozen(x)

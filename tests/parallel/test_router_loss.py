@@ -278,5 +278,9 @@ def test_tensors_that_share_memory_are_known_on_each_later_stage():
     overlapping = described.overlapping(received)
     assert [*map(torch.equal, overlapping, values[:2])] == [True, True]
     assert len(overlapping) == 2
-    later = StageOutput.describe((received[2], received[0].T), torch.float16, overlapping)
-    assert [leaf.overlaps for leaf in later.tree] == [False, True]
+    for sent, marks in (
+        ((received[2], received[0].T, received[1]), [False, True, True]),
+        ((received[2], received[0].T), [False, False]),  # its view goes no further
+    ):
+        later = StageOutput.describe(sent, torch.float16, overlapping)
+        assert [leaf.overlaps for leaf in later.tree] == marks

@@ -240,7 +240,7 @@ def test_a_first_input_that_is_given_by_its_name_is_gathered(world):
     with paramp.launch_from_torch({"parallel": {"tensor": 2}}) as context:
         engine = engine_of(seeded(Pooled), plan=plan)
         train_both(context, engine, seeded(Pooled), [tuple(randn(2, 2, 6, 4))] * 2)
-        with pytest.raises(paramp.ConfigError, match="keywords other, scale alone, expected that input, 'hidden'"):
+        with pytest.raises(paramp.ConfigError, match="alone, expected that input by its position or as 'hidden'"):
             engine_of(Pooled("other"), plan=plan).forward_backward(*randn(2, 2, 6, 4))
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import paramp
 from paramp import DistributedGradScaler
+from paramp.scaling.complete_and_unscale_gradients import unscale_and_check_
 from paramp.scaling.copies_per_element import TiedParameter
 
 BAD = [float("inf"), float("-inf"), float("nan")]
@@ -165,9 +166,14 @@ def test_large_finite_gradients_are_no_overflow():
 def test_complex_gradients_are_unscaled_and_checked(part):
     weight, real, scaler = torch.nn.Parameter(torch.ones(3) * 1j), parameter(), DistributedGradScaler(init_scale=8.0)
     optimizer = sgd(weight, real)
-    scaler.scale((weight * weight.conj()).real.sum() + real.sum()).backward()
+    scaler.scale((weight.conj() * (2j * torch.ones(3))).real.sum() + real.sum()).backward()
+    assert weight.grad.is_conj()
     scaler.unscale_(optimizer)
     assert torch.equal(weight.grad, torch.ones(3) * 2j)
+    conjugate, found_inf = (torch.ones(3) * 8j).conj(), torch.zeros(())
+    unscale_and_check_([conjugate], torch.tensor(0.125), found_inf)
+    assert torch.equal(conjugate, torch.ones(3) * -1j)
+    assert not found_inf
     attempt(scaler, optimizer)
     stepped = weight.detach().clone()
     assert torch.equal(stepped, torch.ones(3) * -1j)

@@ -142,6 +142,8 @@ class TrainingState:
             self._load_values(header.values)
             self._random.load(fill, header, self._step.counters.read()[0])
         self._window.restart()
+        if everything and self._context.is_main:
+            self._warn_of_lacking(header.values["tracked"])
 
     def _contents(self, numbers: dict[str, str], count_unit: float | None) -> tuple[list[Chunk], dict[str, Any]]:
         """The chunks of this rank, and the values that are equal on all ranks, the arguments among them."""
@@ -216,8 +218,10 @@ class TrainingState:
             raise failure
         if any(failures):
             raise CheckpointError(f"load: another rank failed: {next(message for message in failures if message)}")
-        lacking = [repr(name) for name in self._tracked if name not in values["tracked"]]
-        if lacking and self._context.is_main:
+
+    def _warn_of_lacking(self, saved: Mapping[str, Any]) -> None:
+        """Warn of what is tracked and not ``saved``; where warnings are errors, the load is complete."""
+        if lacking := [repr(name) for name in self._tracked if name not in saved]:
             others = ", ".join(map(repr, self._left))
             warnings.warn(
                 f"load: the checkpoint has no state of {', '.join(lacking)}, which stays as it is"

@@ -73,7 +73,9 @@ class CompiledStep(FusedStep):
     def _run(self, ranges: Sequence[StepRange], divisor: torch.Tensor, skip: torch.Tensor, *, compare: bool) -> None:
         if not ranges:  # of this optimizer, another stage or data rank has the parameters
             return
-        if self._on_cpu and skip:  # known without a wait; masters follow changed weights in the next step
+        if compare:  # a kernel that skips its step leaves masters as they are
+            self._weights.follow_changes()
+        if self._on_cpu and skip:  # known without a wait
             return
         if is_in_torch_dispatch_mode():  # such as a FLOP counter, under which nothing is compiled from then on
             super()._run(ranges, divisor, skip, compare=True)

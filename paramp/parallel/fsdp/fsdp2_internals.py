@@ -104,18 +104,13 @@ def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
     }
 
 
-def differs_from_shards(one: Any) -> bool:
-    """Whether the gathered parameter of torch's record ``one`` has other values than its shards.
-
-    A collective over the ranks of the shards, each of which looks at its own part.
-    """
+def differs_from_shard(one: Any) -> bool:
+    """Whether this rank's part of the gathered parameter of torch's record ``one`` has other values than its shard."""
     whole, shard = local(one._unsharded_param).detach(), local(one.sharded_param).detach()
     dim, mesh = one.fsdp_placement.dim, one.mesh_info
     parts = whole.chunk(mesh.shard_mesh_size, dim)
     own = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else whole.narrow(dim, 0, 0)
-    differs = torch.tensor(float(not torch.equal(own, shard.to(own.dtype))), device=whole.device)
-    dist.all_reduce(differs, dist.ReduceOp.MAX, mesh.shard_process_group)
-    return bool(differs)
+    return not torch.equal(own, shard.to(own.dtype))
 
 
 def drop_gradients(records: Iterable[Any]) -> None:

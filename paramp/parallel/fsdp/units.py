@@ -99,6 +99,7 @@ class ShardedUnits:
         self._units: list[Any] = []
         self._records: dict[nn.Parameter, Any] = {}
         self._names: dict[Any, str] = {}
+        self._changed: list[str] = []
         self._listeners: list[Callable[[torch.Tensor], None]] = []
         self._order = UnitOrder(context)
         self.sum_for_loss_ = self._order.sum_for_loss_
@@ -156,7 +157,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        output, weights = _Output(), _Weights(self._names)
+        output, weights = _Output(), _Weights(self._names, self._changed)
         module.register_forward_pre_hook(output.begin)
         module.register_forward_pre_hook(weights.begin)
         module.register_forward_hook(weights.check)  # like the next one before that of fully_shard
@@ -249,6 +250,7 @@ class ShardedUnits:
             for root in self._roots:
                 root.set_requires_gradient_sync(False)
         self._order.begin(backward=backward)
+        self._changed.clear()
         with self.resetting():
             if backward:
                 self._order.compare_trained(self._trained())
@@ -262,6 +264,12 @@ class ShardedUnits:
                 for root in self._roots:
                     self._reduce(root)
             self._order.check(END)
+            if self._changed:  # not before, because a rank may have changed other ranks' shards alone
+                raise ConfigError(
+                    f"parallel.data.shard: the model's forward changes {self._changed[0]!r}, which is gathered for it "
+                    "from shards that would keep their values; change it between steps, by its name in "
+                    "engine.named_parameters(), or set data.shard to 1"
+                )
         self.reshard()
 
     @contextmanager
@@ -410,9 +418,9 @@ def _refuse_graph(_: torch.Tensor) -> None:
 class _Weights:
     """The gathered parameters of a unit, whose forward must not change them: the shards would keep their values."""
 
-    def __init__(self, names: Mapping[Any, str]) -> None:
-        """``names``: of the parameters in the model, by torch's records of them."""
-        self._names = names
+    def __init__(self, names: Mapping[Any, str], changed: list[str]) -> None:
+        """``names``: of the parameters in the model, by torch's records of them; ``changed`` gets those of some."""
+        self._names, self._changed = names, changed
         self._before: dict[Any, tuple[int, int]] = {}
 
     @uncompiled
@@ -424,12 +432,8 @@ class _Weights:
         after = fsdp2_internals.states_of_gathered(module)
         for one, state in after.items():
             # Parametrizations, such as peft's of parameters, write to a weight what it has.
-            if state != self._before.get(one) and fsdp2_internals.differs_from_shards(one):
-                raise ConfigError(
-                    f"parallel.data.shard: the model's forward changes {self._names[one]!r}, which is gathered for it "
-                    "from shards that would keep their values; change it between steps, by its name in "
-                    "engine.named_parameters(), or set data.shard to 1"
-                )
+            if state != self._before.get(one) and fsdp2_internals.differs_from_shard(one):
+                self._changed.append(self._names[one])
 
 
 class _NoView(torch.autograd.Function):

@@ -195,11 +195,12 @@ def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """The inputs of ``module``, of which hooks of styles take the first by position."""
     if args or not kwargs:
         return None
-    first = next(iter(inspect.signature(module.forward).parameters))
+    inputs = inspect.signature(module.forward).parameters.values()
+    first = next((one.name for one in inputs if one.kind is one.POSITIONAL_OR_KEYWORD), None)
     if first not in kwargs:
         raise ConfigError(
             f"plan: {type(module).__name__}, whose style changes its first input, is called with the keywords "
-            f"{', '.join(kwargs)} alone, expected that input, {first!r}, by its position or name"
+            f"{', '.join(kwargs)} alone, expected that input by its position{f' or as {first!r}' if first else ''}"
         )
     return (kwargs.pop(first),), kwargs
 

@@ -47,7 +47,7 @@ class BaseHook:
     ``trainer`` is the :class:`~paramp.compat.colossalai.trainer.Trainer` with ``engine``, ``states``, ``cur_epoch`` and
     ``cur_step``.
     ``output`` and ``label`` are those of ``engine.execute_schedule``: None but on the last pipeline stage. Of test data
-    they lack the samples that were repeated to fill the last batch, and are None if these are all of it.
+    they lack the samples that were repeated to fill the last batch, and are empty if these are all of it.
     """
 
     def __init__(self, priority: int) -> None:

@@ -229,18 +229,17 @@ class Trainer:
 
 
 def _without_repeats(output: Any, label: Any, repeated: float) -> tuple[Any, Any]:
-    """``output`` and ``label`` of a batch without its last samples, which are there twice; None without any other."""
+    """``output`` and ``label`` of a batch without its last samples, which are there twice."""
     size = next((len(one) for one in tensors((label, output)) if one.ndim), 0)
     if not size or not repeated:
         return output, label
-    if (kept := size - repeated) <= 0:
-        return None, None
+    kept = int(max(size - repeated, 0))
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         """Those of the samples that stay; a sample may have several, such as its tokens."""
         if not tensor.ndim or len(tensor) % size:
             return tensor
-        return tensor[: len(tensor) // size * int(kept)]
+        return tensor[: len(tensor) // size * kept]
 
     return map_tensors(rows, output), map_tensors(rows, label)
 
