@@ -247,11 +247,7 @@ class SegmentRunner:
     def _backward(self, x: torch.Tensor, y: torch.Tensor, how: str) -> float | None:
         engine = self.engine
         if how == "loop" and not self.pipelined:
-            total = None
-            size = self.context.config.parallel.pipeline.num_microbatches
-            for inputs, target in zip(x.chunk(size), y.chunk(size), strict=True):
-                total = engine.backward(engine.criterion(engine(inputs), target))
-            return float(total)
+            return float(engine.backward(engine.criterion(engine(x), y)))
         if how == "schedule":
             return float(engine.execute_schedule(iter([(x, y)]), return_output_label=False)[2])
         loss = engine.forward_backward(x, y, return_loss=how != "no loss")
@@ -286,7 +282,8 @@ class SegmentRunner:
         if self.sharded:
             part = None  # data ranks that share shards wait for each other in the model
         if part is None or part % self.parts == self.part:
-            self.criterion.fail_at = at % self.context.config.parallel.pipeline.num_microbatches
+            calls = 1 if how == "loop" else self.context.config.parallel.pipeline.num_microbatches
+            self.criterion.fail_at = at % calls
         self.expect_error("a criterion that fails", Exception, call)
         self.criterion.fail_at = None
         self._drop_window()

@@ -38,7 +38,7 @@ from ...base.held_tensors import held_tensors
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, older_than, take
 from ...base.trees import map_tensors
-from ...base.uncompiled import uncompiled
+from ...base.uncompiled import uncompiled, unwatched
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision
 from . import fsdp2_internals
@@ -425,15 +425,16 @@ class _Weights:
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
-        self._before = fsdp2_internals.states_of_gathered(module)
+        with unwatched():
+            self._before = fsdp2_internals.states_of_gathered(module)
 
     @uncompiled
     def check(self, module: nn.Module, *_: Any) -> None:
-        after = fsdp2_internals.states_of_gathered(module)
-        for one, state in after.items():
-            # Parametrizations, such as peft's of parameters, write to a weight what it has.
-            if state != self._before.get(one) and fsdp2_internals.differs_from_shard(one):
-                self._changed.append(self._names[one])
+        with unwatched():
+            for one, state in fsdp2_internals.states_of_gathered(module).items():
+                # Parametrizations, such as peft's of parameters, write to a weight what it has.
+                if state != self._before.get(one) and fsdp2_internals.differs_from_shard(one):
+                    self._changed.append(self._names[one])
 
 
 class _NoView(torch.autograd.Function):
