@@ -417,6 +417,7 @@ def test_an_eps_that_rounds_to_nothing_is_warned_of():
 
 def test_a_hook_of_a_step_may_copy_a_module_with_masters():
     module, copies = nn.Linear(2, 1, bias=False).bfloat16(), []
+    nn.init.ones_(module.weight)
     masters, optimizer = ModuleMasters.of(module), torch.optim.SGD(module.parameters(), lr=1.0)
     masters.add(module.weight, torch.ones(1, 2))
     optimizer.register_step_post_hook(lambda *_: copies.append(copy.deepcopy(module)))

@@ -73,7 +73,7 @@ class CompiledStep(FusedStep):
     def _run(self, ranges: Sequence[StepRange], divisor: torch.Tensor, skip: torch.Tensor, *, compare: bool) -> None:
         if not ranges:  # of this optimizer, another stage or data rank has the parameters
             return
-        if compare:  # a kernel that skips its step leaves masters as they are
+        if compare and (not self._on_cpu or skip):  # a step that is skipped leaves masters as they are
             self._weights.follow_changes()
         if self._on_cpu and skip:  # known without a wait
             return
