@@ -38,6 +38,11 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
 
 
+def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``group``, or the world, has several ranks; False without a world."""
+    return dist.is_initialized() and dist.get_world_size(group) > 1
+
+
 def sends_by_host(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Whether a tensor of ``device`` goes to another rank from the host's memory: gloo sends none of CUDA reliably."""
     return device.type == "cuda" and dist.get_backend(group) == "gloo"

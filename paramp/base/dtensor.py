@@ -1,10 +1,11 @@
-"""Local tensors of DTensors, DTensors of local tensors, dense memory, and real parts of complex numbers."""
+"""Local tensors of DTensors and back, counters of changes in place, dense memory, real parts of complex numbers."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -37,9 +38,23 @@ def full_tensor(value: Any) -> Any:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """A counter that grows with every in-place change of ``tensor`` or of its local tensor."""
+    """A counter that grows with every in-place change of ``tensor`` or of its local tensor.
+
+    Always 0 for inference tensors, which have none, and which only code in inference mode can change.
+    """
+    own = 0 if tensor.is_inference() else tensor._version
     # autograd's accumulation changes only the DTensor's counter, our kernels only the local tensor's
-    return tensor._version + (tensor._local_tensor._version if is_dtensor(tensor) else 0)
+    return own + version(tensor._local_tensor) if is_dtensor(tensor) else own
+
+
+@contextmanager
+def refusing_changes(named: Iterable[tuple[str, torch.Tensor]], error: Callable[[str], Exception]) -> Iterator[None]:
+    """A context that raises ``error`` of its name for one of the tensors that was changed in place inside."""
+    before = [(name, tensor, version(tensor)) for name, tensor in named]
+    yield
+    for name, tensor, then in before:
+        if version(tensor) != then:
+            raise error(name)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

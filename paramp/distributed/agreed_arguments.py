@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # missing in torch's stubs only
 
+from ..base.collectives import is_distributed
 from ..base.errors import ConfigError, LaunchError
 from ..base.torch_internals import expect
 from ..config.schema import Config, flatten
@@ -75,7 +76,7 @@ def agreed_call(function: str, check: Callable[[], tuple[Checked, Call]]) -> Che
     except Exception as error:  # whatever it is, the other ranks wait
         problem = error
     different = ""
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":  # of which one rank runs
+    if is_distributed() and dist.get_backend() != "fake":  # of which one rank runs
         state = {"function": function, "problem": None if problem is None else str(problem), **call._asdict()}
         rank, world_size = dist.get_rank(), dist.get_world_size()
         try:

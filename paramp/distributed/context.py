@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.collectives import gather_dtensors_over_gloo
+from ..base.collectives import gather_dtensors_over_gloo, is_distributed
 from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
 from ..base.observer_spans import span
@@ -432,7 +432,7 @@ def required_context(function: str, context: ParallelContext | None) -> Parallel
     require(context is None or isinstance(context, ParallelContext), "context", context, "a ParallelContext, or None")
     require(context is None or context in OPEN, "context", context, "one that is open; this one was closed")
     context = context or current_context()
-    if context is None and dist.is_initialized() and dist.get_world_size() > 1:
+    if context is None and is_distributed():
         raise ConfigError(
             f"{function}: got no context in a world of {dist.get_world_size()} ranks, so it is not known what the "
             "other ranks hold; call paramp.ParallelContext.from_mesh(mesh) or paramp.launch_from_torch(config) first"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # missing in torch's stubs only
 
+from ..base.collectives import is_distributed
 from ..base.errors import ConfigError, LaunchError, require
 from ..base.torch_internals import expect, warn_if_untested
 from ..base.values_checked_by_type import is_integer
@@ -199,7 +200,7 @@ def start_heartbeat(
         return checked, Call({"timeout": str(timeout), "end_after": str(end_after)})
 
     context = agreed_call("start_heartbeat", check)
-    alone = not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    alone = not is_distributed() or dist.get_backend() == "fake"
     if context is None or alone:
         heartbeat = Heartbeat(HashStore(), 0, 1, timeout)
     else:

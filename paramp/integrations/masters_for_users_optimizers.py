@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.dtensor import is_dtensor, local, own_part, version
+from ..base.dtensor import is_dtensor, local, own_part, refusing_changes, version
 from ..base.errors import ConfigError
 from ..base.module_surgery import names_by_parameter
 from ..base.wrapped_models import plain_name
 from ..optim.masters import follow
 from ..optim.masters_outside_buffers import ParameterMasters, drop_gradients, follow_changes, write_back
-from ..optim.user_changes.refused_changes import refusing_changes
+from ..optim.user_changes.refused_changes import changed_in_step
 
 
 class ModuleMasters:
@@ -189,7 +189,7 @@ class ModuleMasters:
         named = [(self._names.get(one.weight, "a parameter of another module"), one.weight) for one in held]
         stepping = ExitStack()
         stepping.callback(self._end_step, optimizer)
-        stepping.enter_context(refusing_changes(named))
+        stepping.enter_context(refusing_changes(named, changed_in_step))
         return stepping
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base import loop_block_sizes
+from ..base.collectives import is_distributed
 from ..base.dtensor import as_real, is_dtensor, local
 from ..base.errors import ConfigError
 from ..base.values_checked_by_type import user_path
@@ -189,7 +190,7 @@ def _summed(
         counts, most = _count(local(gradient))
         table += (counts * weight).to(device)  # counts replicated elements once
         largest = torch.maximum(largest, most.to(device))
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if is_distributed():
         dist.all_reduce(table)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     *exponents, zeros, non_finite = table.tolist()

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError
 from .flat_buffer import FlatParam
 from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep, num_step_hooks
 from .matrices.matrix_step import MatrixStep
-from .user_changes.refused_changes import check_stepped, is_step_replaced, refusing_changes
+from .user_changes.refused_changes import changed_in_step, check_stepped, is_step_replaced
 from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
 
 COMPLEX = "it has complex parameters"
@@ -104,7 +105,7 @@ class PlainStep:
                 stepped.grad = gradient
         if self._weights.changes.due:
             self._weights.follow_changes()
-        with self._state, refusing_changes(self._weights.followed):
+        with self._state, refusing_changes(self._weights.followed, changed_in_step):
             self._optimizer.step()
         for param, stepped in self._weights.pairs():
             if stepped is not param.parameter:

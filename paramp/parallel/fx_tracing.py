@@ -6,23 +6,17 @@ code that a graph would not repeat: random numbers from other generators, ``torc
 
 from __future__ import annotations
 
-import abc
-import builtins
 import dataclasses
 import dis
 import functools
 import gc
 import inspect
-import linecache
-import operator
-import os
 import pickle
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -31,13 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ..base.errors import ConfigError, shown_line
+from ..base.errors import ConfigError
 from ..base.held_tensors import NUMBERS_AND_TEXT
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import patched, take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
+from . import traced_values
 from .materialize import outline
 from .partition import is_sequential
+from .traced_values import ValueTracer, answering, line_of
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
@@ -46,6 +42,8 @@ FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tr
 """torch functions of numbers, which are patched to accept proxies."""
 RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 """The same, but always recorded, because they return different numbers in each call."""
+INSIDE = (torch.__path__[0], __file__, traced_values.__file__)
+"""Where the lines are not that errors name."""
 
 
 Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -161,8 +159,7 @@ def _state(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _where(error: Exception) -> str:
     """The line of the user's code that an exception came from."""
-    inside = (torch.__path__[0], __file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(INSIDE)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
@@ -256,74 +253,7 @@ def _held(*values: Any) -> Iterator[Any]:
                 waiting += gc.get_referents(one)
 
 
-class _Recorded(fx.Proxy):
-    """A traced value. Code between modules may ask for its class, change it in place and set its attributes."""
-
-    tracer: _Tracer
-
-    @property  # type: ignore[misc]  # its value cannot be set
-    def __class__(self) -> type:
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename in ASK_FOR_OTHERS:
-            frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith(HANDLE_PROXIES) or is_size(self.node):
-            return _Recorded
-        meta = self.node.meta
-        if CLASS not in meta:
-            meta[CLASS] = self.tracer.class_of(self.node)
-        if self.tracer.asked is None:  # by other code than isinstance, such as a match
-            meta.setdefault(TAKEN_FOR, []).append((meta[CLASS], True, _line(frame)))
-        else:
-            self.tracer.asked.append((meta, _line(frame)))
-        return meta[CLASS]
-
-    def __getattr__(self, k: str) -> fx.proxy.Attribute:
-        return _RecordedAttribute(self, k)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("tracer", "node", "root", "attr", "_node"):  # fx's own
-            object.__setattr__(self, name, value)
-        else:
-            self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
-
-
-class _RecordedAttribute(_Recorded, fx.proxy.Attribute):
-    pass
-
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-IN_PLACE = tuple(f"i{name}" for name in _OPERATORS)
-"""The operators that change a tensor in place."""
-
-
-def _changing(function: Callable[[Any, Any], Any]) -> Callable[[_Recorded, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-for _name in IN_PLACE:
-    setattr(_Recorded, f"__{_name}__", _changing(getattr(operator, _name)))
-
-CLASS = "class"
-"""The key of a node's ``meta`` for the class that the code between modules is told."""
-TAKEN_FOR = "taken for"
-"""That for the classes that this code asks for, each with the answer, and the line that asks."""
-ASK_FOR_OTHERS = (__file__, abc.__file__, "<frozen abc>", dataclasses.__file__, functools.__file__)
-"""Files of functions such as ``is_tensor``, which ask for the class because their caller does."""
-HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
-"""The folders of torch and paramp, whose own code has to know a traced value; torchvision lies beside them."""
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether the value of ``node`` is a shape, a number of dims or the like, or computed of such alone."""
-    if node.op == "call_method":
-        return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
-    if node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda") or is_size(node.args[0])  # type: ignore[arg-type]
-    module = getattr(node.target, "__module__", None)
-    return module in (operator.add.__module__, "math", "builtins") and all(map(is_size, node.all_input_nodes))
-
-
-class _Tracer(fx.Tracer):
+class _Tracer(ValueTracer):
     proxy_buffer_attributes = True
 
     def __init__(self, opened: frozenset[str], call: Call, generators: _Generators) -> None:
@@ -332,49 +262,28 @@ class _Tracer(fx.Tracer):
         self._call = call
         self._generators = generators
         self._modes = _modes()
-        self._calls: dict[fx.Node, tuple[nn.Module, Any, Any]] = {}
-        """Modules that are not traced, and their arguments."""
-        self.asked: list[tuple[dict[str, Any], str]] | None = None
-        """While isinstance runs: the ``meta`` of the values whose class it asks for, and the lines."""
         self.returned: Any = None
         """What the forward has returned."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
 
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Recorded(node, self)
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        output = super().call_module(m, forward, args, kwargs)
-        if type(output) is _Recorded and output.node.op == "call_module":  # if m is traced, one of its modules has it
-            self._calls.setdefault(output.node, (m, args, kwargs))
-        return output
-
-    def class_of(self, node: fx.Node) -> type:
-        """What the value of ``node`` is taken for: a tensor, or what the forward of a module returns when traced."""
-        module, *arguments = self._calls.get(node, (None,))
-        if module is None:
-            divides = getattr(node.target, "__name__", node.target) in ("chunk", "split", "unbind")
-            return tuple if divides else torch.Tensor
+    def returned_by(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_draws()
 
         def kind(_: str, value: Any) -> Any:
             return ... if isinstance(value, fx.Proxy) else value
 
-        args, kwargs = map_leaves(kind, arguments)
+        args, kwargs = map_leaves(kind, (args, kwargs))
         tracer = _Tracer(frozenset(), (args, tuple(kwargs.items())), self._generators)
         try:
             with tracer.recording_factories():
                 tracer.trace(module)
         except Exception:
-            return torch.Tensor
+            return torch.empty(0)
         finally:
             self._generators.restore()
-        returned = tracer.returned
-        return tracer.class_of(returned.node) if isinstance(returned, fx.Proxy) else type(returned)
+        return tracer.returned
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -424,7 +333,7 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         frame = _users_frame()
         if frame is not None:
-            node.meta["line"] = _line(frame)
+            node.meta["line"] = line_of(frame)
         return node
 
     def _check_draws(self) -> None:
@@ -457,46 +366,20 @@ class _Tracer(fx.Tracer):
 
             return function
 
-        is_instance = builtins.isinstance
-
-        def asking(value: Any, kinds: Any) -> bool:
-            if not issubclass(type(value), _Recorded):
-                return is_instance(value, kinds)
-            tracer = value.tracer
-            outer, tracer.asked = tracer.asked, []
-            try:
-                answer = is_instance(value, kinds)
-                asked = tracer.asked
-            finally:
-                tracer.asked = outer
-            for meta, line in asked[:1]:
-                meta.setdefault(TAKEN_FOR, []).append((kinds, answer, line))
-            return answer
-
-        def is_tensor(value: Any) -> bool:
-            return isinstance(value, torch.Tensor)  # torch's own asks in a file of torch
-
         def attention(*args: Any, **kwargs: Any) -> Any:
             return self.create_proxy("call_function", _attention, args, kwargs)
 
-        with ExitStack() as stack:
+        with answering(), ExitStack() as stack:
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
-            stack.enter_context(patched(torch, "is_tensor", is_tensor))
-            stack.enter_context(patched(builtins, "isinstance", asking))
             stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
             yield
 
 
-def _line(frame: FrameType) -> str:
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return shown_line(file, line, linecache.getline(file, line))
-
-
 def _users_frame() -> FrameType | None:
-    """The innermost frame that is running outside of torch and this file."""
+    """The innermost frame that is running outside of torch and of these files."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith((torch.__path__[0], __file__)):
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
     return frame
 

@@ -23,25 +23,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError
 from ..base.module_surgery import keep_only, names_outside, with_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS
-from .fx_tracing import (
-    CLASS,
-    IN_PLACE,
-    TAKEN_FOR,
-    Call,
-    call_of,
-    check_mode,
-    is_size,
-    key_of,
-    likely_calls,
-    skeleton,
-    trace,
-)
+from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
+from .traced_values import IN_PLACE, QUESTIONS, is_size
 
 MAX_CALLS = 16
 """The number of calls with different inputs whose graphs are cached."""
@@ -221,16 +211,18 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             shared = {f"inputs{path}": inputs[path] for path in stage_graph.shared}
             attributes = {name: operator.attrgetter(name)(part) for name in stage_graph.attributes}
             shared |= {f"parallel.pipeline.split: {name!r}": value for name, value in attributes.items()}
-            versions = {name: value._version for name, value in shared.items() if _is_counted(value)}
-            output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
+            others = [one for one in shared.items() if not isinstance(one[1], nn.Parameter)]  # FSDP2 writes into these
+            with refusing_changes(others, changed):
+                output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
             stage_graph.interpreter.env = {}
-        if changed := [name for name, version in versions.items() if shared[name]._version != version]:
-            raise ConfigError(
-                f"{changed[0]}: stage {index} of the pipeline changes it in place, and other stages use it, each of "
-                "which has a tensor of its own; change a copy, or split so that one stage has all that uses it"
-            )
         return output if is_last else (call, output)
+
+    def changed(name: str) -> ConfigError:
+        return ConfigError(
+            f"{name}: stage {index} of the pipeline changes it in place, and other stages use it, each of which has a "
+            "tensor of its own; change a copy, or split so that one stage has all that uses it"
+        )
 
     is_last = index == graphs.num_stages - 1
     part = with_forward(keep_only(model, kept), forward)
@@ -238,11 +230,6 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         (name, module) for name, module in part.named_modules(remove_duplicate=False) if name in graphs.opened
     ]
     return part
-
-
-def _is_counted(tensor: torch.Tensor) -> bool:
-    """Whether torch counts the changes of ``tensor``, which is no parameter: FSDP2 writes into these."""
-    return not (tensor.is_inference() or isinstance(tensor, nn.Parameter))
 
 
 class _Interpreter(fx.Interpreter):
@@ -262,12 +249,12 @@ class _Interpreter(fx.Interpreter):
             if n.op in ("call_function", "call_method") and "line" in n.meta and error.args:
                 error.args = (f"{error.args[0]} {n.meta['line']}", *error.args[1:])
             raise
-        for kinds, answer, line in n.meta.get(TAKEN_FOR, ()):
-            if isinstance(value, kinds) != answer:
+        for question in n.meta.get(QUESTIONS, ()):
+            if isinstance(value, question.kinds) != question.answer:
                 raise ConfigError(
                     f"parallel.pipeline.split: the code between modules asks for the class of a {type(value).__name__} "
-                    f"{line}, which tracing took for a {n.meta[CLASS].__name__}; ask in a submodule, or split around "
-                    "this code"
+                    f"{question.line}, which tracing took for a {question.told.__name__}; ask in a submodule, or split "
+                    "around this code"
                 )
         return value
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ..base.collectives import sends_by_host
+from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import keeping_buffers, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
@@ -290,10 +291,10 @@ class Pipeline:
                     zeros = (zeros_like(meta, requires_grad=meta.requires_grad) for meta in received.metas(True))
                     args = (stage.receive(received, tuple(zeros)),)
                     overlapping = received.overlapping(args[0])
-                before, values = self._shared[stage].states(), self._shared[stage].values()
-                with _keeping(overlapping):
+                before = self._shared[stage].states(copied=True)
+                with refusing_changes([(str(tuple(one.shape)), one) for one in overlapping], _changed_view):
                     output = stage(*args, **kwargs)
-                self._shared[stage].check_unchanged(before, values)
+                self._shared[stage].check_unchanged(before)
                 return None if stage.is_last else stage.describe(output, overlapping)
         finally:
             stage.random = random
@@ -301,18 +302,12 @@ class Pipeline:
                 self._stages.units.follow_shards()  # what the batch has gathered required a gradient
 
 
-@contextmanager
-def _keeping(overlapping: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A context for a forward: ConfigError if it changes one of tensors that share memory in one process."""
-    before = [(tensor, tensor._version) for tensor in overlapping if not tensor.is_inference()]
-    yield
-    for tensor, version in before:
-        if tensor._version != version:
-            raise ConfigError(
-                f"parallel.pipeline.split: a stage changes a tensor of shape {tuple(tensor.shape)} in place, of which "
-                "it has also got a view, or a tensor that this is a view of: as a copy, which keeps the old values; "
-                "write y = y + x for y += x, make the view later, or split so that one stage has the view and the sum"
-            )
+def _changed_view(shape: str) -> ConfigError:
+    return ConfigError(
+        f"parallel.pipeline.split: a stage changes a tensor of shape {shape} in place, of which it has also got a "
+        "view, or a tensor that this is a view of: as a copy, which keeps the old values; write y = y + x for y += x, "
+        "make the view later, or split so that one stage has the view and the sum"
+    )
 
 
 def _criterion_failure(error: Exception) -> ValueError:

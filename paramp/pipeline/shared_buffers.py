@@ -11,8 +11,8 @@ from torch import nn
 from ..base.dtensor import version
 from ..base.errors import ConfigError
 
-States: TypeAlias = list[tuple[torch.Tensor | None, int]]
-"""Buffers with their counters of changes in place."""
+States: TypeAlias = list[tuple[torch.Tensor | None, int, torch.Tensor | None]]
+"""Buffers with their counters of changes in place, and copies."""
 
 
 class SharedBuffers:
@@ -30,31 +30,23 @@ class SharedBuffers:
             if f"{path}.{name}".removeprefix(".") in names
         ]
 
-    def states(self) -> States:
-        """Those of now, for :meth:`check_unchanged`."""
-        buffers = [getattr(child, name, None) for _, child, name in self._places]
-        return [(one, 0 if one is None or one.is_inference() else version(one)) for one in buffers]
+    def states(self, *, copied: bool = False) -> States:
+        """Those of now, for :meth:`check_unchanged`.
 
-    def values(self) -> list[torch.Tensor | None]:
-        """Copies of those that are in state dicts."""
-        return [
-            None if buffer is None or name in child._non_persistent_buffers_set else buffer.clone()
-            for (_, child, name), (buffer, _) in zip(self._places, self.states(), strict=True)
-        ]
-
-    def check_unchanged(self, before: States, values: list[torch.Tensor | None] | None = None) -> None:
-        """Check what forwards since ``before`` have done.
-
-        Args:
-            before: of :meth:`states`.
-            values: of :meth:`values`, to find changes through ``.data`` too, which move no counter.
-
-        Raises:
-            ConfigError: a buffer has changed.
+        ``copied``: with copies of those in state dicts, to find changes through ``.data`` too, which move no counter.
         """
-        copies = values or [None] * len(before)
-        pairs = zip(self._places, before, self.states(), copies, strict=True)
-        for (full, child, name), (old, count), (new, later), value in pairs:
+        states: States = []
+        for _, child, name in self._places:
+            buffer: torch.Tensor | None = getattr(child, name, None)
+            copies = copied and name not in child._non_persistent_buffers_set
+            copy = buffer.clone() if copies and buffer is not None else None
+            states.append((buffer, 0 if buffer is None else version(buffer), copy))
+        return states
+
+    def check_unchanged(self, before: States) -> None:
+        """Raise a ConfigError if forwards since ``before``, of :meth:`states`, have changed a buffer."""
+        pairs = zip(self._places, before, self.states(), strict=True)
+        for (full, child, name), (old, count, value), (new, later, _) in pairs:
             may_be_replaced = name in child._non_persistent_buffers_set
             changed = count != later if new is old else not may_be_replaced
             if not changed and new is not None and value is not None:

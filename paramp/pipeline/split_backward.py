@@ -16,6 +16,7 @@ tables that are passed to later stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -91,35 +92,28 @@ class SplitBackward:
     def inputs(self) -> Gradients:
         """The gradients of the inputs; None for an input without one."""
         starts = [start for group in self._groups for start in group.starts if start is not BESIDE]
-        hooks = [start.register_prehook(partial(self._received.__setitem__, start)) for start in starts]
         gradient_of: dict[torch.Tensor, torch.Tensor | None] = {}
-        try:
+        with ExitStack() as hooks:
+            for start in starts:
+                hooks.enter_context(start.register_prehook(partial(self._received.__setitem__, start)))
             if self._wanted:
                 edges, starting = zip(*self._roots, strict=True)
                 gradients = torch.autograd.grad(edges, self._wanted, starting, retain_graph=True, allow_unused=True)
                 gradient_of = dict(zip(self._wanted, gradients, strict=True))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return tuple(gradient_of.get(value) if isinstance(value, torch.Tensor) else None for value in self._inputs)
 
     def weights(self) -> None:
         """Accumulate the gradients of the weights in their ``.grad``, with hooks, as a full backward does."""
         for group in self._groups:
             pairs = [pair for start in group.starts for pair in self._starting_gradients(start)]
-            # If this run also reaches one start from another, the start uses the gradients recorded in the first half.
-            hooks = [
-                start.register_prehook(partial(_instead, self._received[start]))
-                for start in group.starts
-                if start in self._received
-            ]
-            try:
+            with ExitStack() as hooks:
+                # If this run also reaches one start from another, that uses the gradients recorded in the first half.
+                for start in group.starts:
+                    if start in self._received:
+                        hooks.enter_context(start.register_prehook(partial(_instead, self._received[start])))
                 if pairs:
                     edges, starting = zip(*pairs, strict=True)
                     torch.autograd.backward(edges, starting, retain_graph=True, inputs=list(group.weights))
-            finally:
-                for hook in hooks:
-                    hook.remove()
 
     def _starting_gradients(self, start: Node | None) -> Iterator[tuple[GradientEdge, torch.Tensor | None]]:
         if start is BESIDE:

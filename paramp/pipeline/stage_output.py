@@ -141,7 +141,7 @@ class StageOutput:
             if isinstance(leaf, Constant):
                 return device if isinstance(leaf.value, torch.device) else leaf.value
             if leaf.has_gradient:
-                return next(differentiable).to(device, dtype if dtype and not _keeps_dtype(leaf) else leaf.dtype)
+                return next(differentiable).to(device, _dtype_of(leaf, dtype))
             return next(fixed).to(device)
 
         return map_leaves(value, self.tree)
@@ -196,8 +196,7 @@ def _describe(path: str, value: Any, dtype: torch.dtype | None) -> SentTensor | 
                 "gets contiguous, so that kernels may give other bits than in one process; split elsewhere "
                 "(parallel.pipeline.split), or return tensor.contiguous()"
             )
-        narrowed = dtype is not None and differentiable and not _keeps_dtype(value)
-        return SentTensor(shape, dtype if dtype and narrowed else value.dtype, has_gradient=differentiable)
+        return SentTensor(shape, _dtype_of(value, dtype if differentiable else None), has_gradient=differentiable)
     if isinstance(value, CONSTANTS):
         return Constant(value)
     raise ConfigError(
@@ -227,9 +226,9 @@ def _bytes_of(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory.as_strided((*shape, width), (*strides, 1), tensor.storage_offset() * width)
 
 
-def _keeps_dtype(value: torch.Tensor | SentTensor) -> bool:
-    """Whether a differentiable ``value`` is sent in its own dtype."""
-    return not value.shape or value.dtype is torch.float64
+def _dtype_of(value: torch.Tensor | SentTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """``dtype``, or that of a ``value`` which keeps its own: without dims, in fp64, or with None for ``dtype``."""
+    return value.dtype if dtype is None or not value.shape or value.dtype is torch.float64 else dtype
 
 
 def _fits(leaf: SentTensor | Constant, value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..base.collectives import is_distributed
 from ..base.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def num_replicas(tensor: torch.Tensor, context: World | None) -> int:
         return copies * (_num_peers(mesh, _root(mesh) if context is None else context.mesh, own) // mesh.size())
     if context is not None:
         return context.world_size // math.prod(context.mesh.size([*context.roles].index(name)) for name in own)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if is_distributed():
         raise ValueError(
             f"a plain parameter in a world of {dist.get_world_size()} ranks: it is not known whether the other ranks "
             "hold copies or other parameters; call paramp.ParallelContext.from_mesh(mesh) or "

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from ..base.collectives import is_distributed
 from .complete_and_unscale_gradients import complete_and_check, dense_gradients, unscale_and_check_
 from .copies_per_element import World, current_world
 from .loss_scaling_options import LARGEST_COUNT, SMALLEST, LossScaling
@@ -150,13 +151,12 @@ class DistributedGradScaler(GradScaler):
     def agree(self, found_inf: torch.Tensor) -> None:
         """Set ``found_inf``, 0 or 1 on each rank, to 1 on every rank of the group if it is 1 on any."""
         if self.in_group():
-            # A sum, not a maximum: gloo's MAX drops NaN.
-            dist.all_reduce(found_inf, group=self._group)
+            dist.all_reduce(found_inf, group=self._group)  # a sum, not a maximum: gloo's MAX drops NaN
             found_inf.clamp_(max=1.0)
 
     def in_group(self) -> bool:
         """Whether other processes decide with this one."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
+        return is_distributed(self._group)
 
     def at_floor(self) -> torch.Tensor:
         """Whether a dynamic scale cannot back off any further, 0-dim bool on the device; no host synchronisation."""

@@ -7,9 +7,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from paramp.base.dtensor import own_part
+from paramp.base.dtensor import own_part, version
 
 TENSOR_PLACEMENTS = (Shard(0), Shard(1), Replicate())
+
+
+def test_the_version_of_a_tensor_grows_and_that_of_an_inference_tensor_is_0():
+    with torch.inference_mode():
+        uncounted = torch.zeros(2).add_(1)
+    counted = torch.zeros(2)
+    before = version(counted)
+    counted.add_(1)
+    assert version(counted) > before
+    assert version(uncounted) == 0
 
 
 @on_ranks(4)

@@ -1,5 +1,6 @@
 """Partitions of models that are not sequential, against a plain torch loop on the model itself."""
 
+import functools
 import operator
 import random
 import re
@@ -303,6 +304,22 @@ def changed_through_a_view(module, y):
     return kept * y
 
 
+def matched(module, y):
+    match module.pair(y):
+        case torch.Tensor():
+            return y
+        case tuple() as pair:
+            return pair[0] * 2
+
+
+@functools.singledispatch
+def dispatched(value):
+    return value[0]
+
+
+dispatched.register(torch.Tensor, lambda value: value)
+
+
 def with_other_data(module, y):
     y.data = y.data.round()
     return y
@@ -318,6 +335,8 @@ def with_other_data(module, y):
         lambda module, y: y.chunk(2, -1)[1].repeat(1, 2) if isinstance(y.chunk(2, -1), (tuple, list)) else y,
         lambda module, y: y if isinstance(y.device.type, str) or isinstance(y.requires_grad, bool) else y * 1,
         lambda module, y: y * (y.shape[1].unsqueeze(0) if isinstance(y.shape[1], torch.Tensor) else y.shape[1]),
+        lambda module, y: y * 2 if y.__class__ is torch.Tensor else y,
+        matched,
         changed_through_a_view,
         with_other_data,
     ],
@@ -328,8 +347,14 @@ def test_classes_and_changes_in_place_are_those_of_one_process(between):
     torch.testing.assert_close(second(first(x, mask=mask), mask=mask), model(x, mask))
 
 
-def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another():
-    between = lambda module, y: y if isinstance(y := module.opaque(y), torch.Tensor) else y[0]  # noqa: E731
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda module, y: y if isinstance(y := module.opaque(y), torch.Tensor) else y[0],
+        lambda module, y: dispatched(module.opaque(y)),
+    ],
+)
+def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another(between):
     _, (first, _) = partition_of(Asking(between), "two")
     with pytest.raises(paramp.ConfigError, match=r"class of a tuple at test_partition_fx\.py.* took for a Tensor"):
         first(torch.ones(2, 4))

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager
 import torch
 
 from ...base.collectives import gather_objects
+from ...base.dtensor import refusing_changes
 from ...distributed.context import BATCH_ROLES, ParallelContext
 from ...distributed.replicated_axes import replicated_axes
 from ...scaling.copies_per_element import Role
 from ..flat_buffer import FlatParam
 from ..flat_weights import NO_GROUP, FlatWeights, OptimizerWeights
-from ..user_changes.refused_changes import check_stepped, refusing_changes
+from ..user_changes.refused_changes import changed_in_step, check_stepped
 from ..user_optimizer import SteppedInPlace
 from .matrix_exchange import MatrixExchange, placeholder
 from .needs_whole_matrices import needs_whole_matrices, steps_slices_alone
@@ -64,7 +65,7 @@ class MatrixStep:
             gradient = gradients.pop(param)
             stepped.grad = None if param in absent else gradient.view(stepped.shape)
         try:
-            with self._state, refusing_changes(self._written_over):
+            with self._state, refusing_changes(self._written_over, changed_in_step):
                 self._optimizer.step()
             wholes = {param: stepped.detach() for param, stepped in owned.items()}
         finally:

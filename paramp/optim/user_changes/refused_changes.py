@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-
-from ...base.dtensor import version
 
 GIVEN_OTHERS = (
     "optimizer: its param groups were given other parameters after initialize, which the step does not follow; "
@@ -75,21 +72,9 @@ def check_stepped(optimizer: torch.optim.Optimizer, stepped: Collection[torch.Te
         raise RuntimeError(GIVEN_OTHERS)
 
 
-@contextmanager
-def refusing_changes(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """The context of an optimizer's own step, whose result is then written over ``weights``.
-
-    Args:
-        weights: what an error calls each of them, and the parameter.
-
-    Raises:
-        RuntimeError: one of them was changed inside, as by a step hook.
-    """
-    before = [version(weight) for _, weight in weights]
-    yield
-    for (what, weight), then in zip(weights, before, strict=True):
-        if version(weight) != then:
-            raise RuntimeError(
-                f"optimizer: {what} was changed in its step(), as by a step hook, but the step writes over it; change "
-                "what optimizer.param_groups hold there, or weights after the step"
-            )
+def changed_in_step(what: str) -> RuntimeError:
+    """The error for a weight that was changed in an optimizer's own step, whose result is then written over it."""
+    return RuntimeError(
+        f"optimizer: {what} was changed in its step(), as by a step hook, but the step writes over it; change "
+        "what optimizer.param_groups hold there, or weights after the step"
+    )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...base.collectives import all_gather_single, all_reduce_
-from ...base.dtensor import is_dtensor, local, resized
+from ...base.dtensor import is_dtensor, local, resized, version
 from ...base.errors import ConfigError
 from ...base.torch_internals import patched
 from ...base.trees import leaves, map_tensors
@@ -186,9 +186,8 @@ class SequenceAxis:
 
     def documents(self, seen: torch.Tensor) -> torch.Tensor:
         """The documents of one sequence of which tokens are ``seen``, bool; the same for the same, unchanged tensor."""
-        version = 0 if seen.is_inference() else seen._version
-        if self._last_seen is None or self._last_seen[0]() is not seen or self._last_seen[1] != version:
-            self._last_seen = ref(seen), version, numbers_of(seen)
+        if self._last_seen is None or self._last_seen[0]() is not seen or self._last_seen[1] != version(seen):
+            self._last_seen = ref(seen), version(seen), numbers_of(seen)
         return self._last_seen[2]
 
     def _known(self, numbers: torch.Tensor, batch: int, layout: SequenceLayout) -> Documents:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...base.dtensor import is_dtensor, local
+from ...base.dtensor import is_dtensor, local, version
 from ...base.torch_internals import GROUP, PARAM, STATE, expect, take
 
 
@@ -98,10 +98,7 @@ def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
     """By torch's record, what differs once a gathered parameter of ``unit``, which runs, was changed in place or given
     another ``.data``; not after a change in place of its ``.data``, which nothing counts."""
     found = {one: one._unsharded_param for group in groups(unit) for one in group.fsdp_params}
-    return {
-        record: (0 if whole.is_inference() else whole._version, local(whole).data_ptr())
-        for record, whole in found.items()
-    }
+    return {record: (version(whole), local(whole).data_ptr()) for record, whole in found.items()}
 
 
 def differs_from_shard(one: Any) -> bool:

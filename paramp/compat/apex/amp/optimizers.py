@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....base.dtensor import is_dtensor
+from ....base.dtensor import is_dtensor, refusing_changes
 from ....optim.masters_outside_buffers import drop_gradients
-from ....optim.user_changes.refused_changes import refusing_changes
+from ....optim.user_changes.refused_changes import changed_in_step
 from ....optim.user_optimizer import warn_of_eps
 from ...masters_that_users_change import follow_changed_weights, round_to_weights
 from .errors import AmpError
@@ -163,7 +163,7 @@ class ApexOptimizer:
             )
         follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
         with_masters = [(f"a parameter of shape {tuple(one.weight.shape)}", one.weight) for one in masters]
-        with refusing_changes(with_masters):
+        with refusing_changes(with_masters, changed_in_step):
             result = original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
         round_to_weights(self.weights)
         for weight in masters:

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....base.dtensor import is_dtensor
+from ....base.collectives import is_distributed
+from ....base.dtensor import is_dtensor, refusing_changes
 from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.step import StepResult
-from ....optim.user_changes.refused_changes import refusing_changes
+from ....optim.user_changes.refused_changes import changed_in_step
 from ....optim.user_optimizer import StepGuard, SteppedInPlace
 from ....precision.compute_context import ComputeContext, default_dtype_of
 from ....scaling.complete_and_unscale_gradients import complete_and_check, unscale_and_check_
@@ -22,7 +23,7 @@ from ....scaling.grad_norm import count_zeros, norm_weight, positive, total_norm
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling_options import LossScaling
 from ....scaling.step_decision import clip_coefficient
-from .weights import Weights, is_distributed
+from .weights import Weights
 
 expect("torch._foreach_mul_")
 
@@ -179,7 +180,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             zeros = round(float(part))
         if not overflow:
             self._weights.follow_changes()
-            with self._guard, refusing_changes(self._weights.with_masters):
+            with self._guard, refusing_changes(self._weights.with_masters, changed_in_step):
                 self.optim.step()
             self._in_place.check()
             self._weights.write_back()

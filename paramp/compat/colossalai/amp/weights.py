@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ....base.collectives import is_distributed
 from ....base.dtensor import is_dtensor, local
 from ....base.module_surgery import check_frozen, moved, stored_dtype, trained_and_frozen
 from ....optim.flat_gradients import STORAGE
@@ -159,8 +159,3 @@ def _stepped_for(parameter: nn.Parameter, original: torch.Tensor | None) -> nn.P
     if original is not None and parameter.dtype.itemsize < 4:
         return nn.Parameter(original.to(torch.float32))  # an fp32 original has no other user and is not copied
     return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
-
-
-def is_distributed() -> bool:
-    """Whether there are several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
