@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.uncompiled import unwatched
@@ -32,6 +33,13 @@ def place_on(mesh: DeviceMesh) -> Place:
     is_gpu = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device(mesh.device_type)
     return mesh.get_local_rank(), mesh.size(), device
+
+
+def keep_place(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give the modules in ``module`` that keep a place this rank's on ``mesh``, the tensor axis."""
+    for part in module.modules():
+        if hasattr(part, KEPT_PLACE):
+            setattr(part, KEPT_PLACE, place_on(mesh))
 
 
 @contextmanager

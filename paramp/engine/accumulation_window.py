@@ -46,7 +46,7 @@ class LossTotals:
 
     def __init__(self, context: ParallelContext) -> None:
         self._sums = torch.zeros(4, dtype=torch.float64, device=context.device)
-        self._counts_here = context.counts_loss
+        self._counted = self._sums if context.counts_loss else torch.zeros_like(self._sums)
 
     def add_(self, parts: torch.Tensor) -> None:
         """Add those of one loss, 1-dim float64 of 4 elements."""
@@ -58,7 +58,7 @@ class LossTotals:
 
     def terms(self) -> torch.Tensor:
         """This rank's terms of a sum over the world: zeros but on the one rank of a model group whose losses count."""
-        return self._sums if self._counts_here else torch.zeros_like(self._sums)
+        return self._counted
 
 
 class WindowLosses:

@@ -14,7 +14,7 @@ from ..base.dtensor import is_dtensor, resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
-from ..distributed.random_across_tensor_ranks import KEPT_PLACE, place_on
+from ..distributed.random_across_tensor_ranks import keep_place
 from ..distributed.replicated_axes import broadcast_replicas
 from ..parallel.expert_balance import token_counts
 from ..parallel.fsdp.units import ShardedUnits
@@ -24,6 +24,7 @@ from ..parallel.partition import buffers_of_several
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
+from ..precision.choose_float8_layers import Choice
 from ..precision.float8_conversion import convert
 from ..precision.fp32_routers import keep_routers_wide
 from ..scaling.copies_per_element import TiedParameter
@@ -51,7 +52,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     All replicas get the values of the first rank that has one, whatever the other ranks were built with.
     """
     config = context.config
-    shared = buffers_of_several(plan.stages)
+    shared_buffers = buffers_of_several(plan.stages)
     joined = Joined(plan.stages[index] for index in context.local_stages)
     numerics.watch(plan.stages, joined.parts, plan.styles)
     plan.checkpointed.apply(joined.parts)
@@ -62,26 +63,43 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
     _move(joined.module, context.device)
     broadcast_replicas([tensor for _, tensor in named_tensors(joined.module) if not tensor.is_meta], context)
     whole = outline(joined.module)  # with the layers' own classes, which define how they are filled
-    module, overflow = joined.module, torch.zeros((), device=context.device)
-    if plan.float8 is not None:
-        module = convert(
-            module,
-            config.precision,
-            context.device,
-            choice=plan.float8,
-            tensor_size=context.tensor_axis.size,
-            overflow=overflow,
-            group=context.batch_axis.group,
-            verbose=context.is_main,
-        )
+    overflow = torch.zeros((), device=context.device)
+    module = joined.module if plan.float8 is None else _in_float8(joined.module, plan.float8, overflow, context)
+    _shard(module, plan, numerics, context)
+    joined.take_over(module)
+    units = None
+    if config.parallel.shard > 1:
+        units = ShardedUnits(joined.parts, plan.blocks, context, experts=plan.experts, reduces=numerics.units_reduce)
+    _fill(module, whole, plan, context)
+    ties = tie_stages(plan.ties, module, context)
+    _redirect_saving(module, context)
+    stages = Stages(joined, _stages(joined.parts, shared_buffers, numerics, context), units)
+    stages.elsewhere = _elsewhere(plan, shapes)
+    return LocalModel(stages, shapes, units, ties, overflow)
+
+
+def _in_float8(module: nn.Module, choice: Choice, overflow: torch.Tensor, context: ParallelContext) -> nn.Module:
+    """``module`` with the layers of ``choice`` in float8, which set ``overflow``."""
+    return convert(
+        module,
+        context.config.precision,
+        context.device,
+        choice=choice,
+        tensor_size=context.tensor_axis.size,
+        overflow=overflow,
+        group=context.batch_axis.group,
+        verbose=context.is_main,
+    )
+
+
+def _shard(module: nn.Module, plan: ModelPlan, numerics: Numerics, context: ParallelContext) -> None:
+    """Shard ``module`` over the tensor axis, and its experts over theirs."""
     if plan.styles and context.tensor_axis.size > 1:
         from ..parallel.tensor.sharding_plan import apply_plan
 
         mesh = context.mesh[context.axes_of("tensor")]
         apply_plan(module, plan.styles, mesh)
-        for part in module.modules():
-            if hasattr(part, KEPT_PLACE):
-                setattr(part, KEPT_PLACE, place_on(mesh))
+        keep_place(module, mesh)
     else:
         numerics.apply_styles(module, plan.styles)
     if plan.experts:
@@ -90,30 +108,31 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
         for sliced, axes in (False, context.axes_of("expert")), (True, context.axes_of("expert", "tensor")):
             those = {name: style for name, style in plan.experts.items() if slices_experts(style) == sliced}
             apply_plan(module, those, context.expert_mesh[axes])
-    joined.take_over(module)
-    units = None
-    if config.parallel.shard > 1:
-        units = ShardedUnits(joined.parts, plan.blocks, context, experts=plan.experts, reduces=numerics.units_reduce)
+
+
+def _fill(module: nn.Module, whole: nn.Module, plan: ModelPlan, context: ParallelContext) -> None:
+    """Fill the tensors of ``module`` on ``meta``, the same on all replicas; ``whole``: its outline."""
     on_meta = [name for name, tensor in named_tensors(module) if tensor.is_meta]
+    config = context.config
     # Masters start from the full-precision values.
     precision = None if config.precision.masters else config.precision
     materialize(module, config.seed, context.device, whole=whole, values=plan.initial_values, precision=precision)
     filled = dict(named_tensors(module))
     broadcast_replicas([filled[name] for name in on_meta], context)
-    ties = tie_stages(plan.ties, module, context)
-    _redirect_saving(module, context)
-    stages = Stages(joined, _stages(joined.parts, numerics, context), units)
-    stages.elsewhere = [
+
+
+def _elsewhere(plan: ModelPlan, here: Mapping[str, Any]) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
+    """The parameters of the model that are not ``here``, as :attr:`Stages.elsewhere` has them."""
+    return [
         (names[0], weakref.ref(one))  # their memory is not kept
         for one, names in plan.names_of.items()
-        if one.requires_grad and one.grad is None and shapes.keys().isdisjoint(names)
+        if one.requires_grad and one.grad is None and here.keys().isdisjoint(names)
     ]
-    for stage in stages:
-        stage.shared_buffers = shared
-    return LocalModel(stages, shapes, units, ties, overflow)
 
 
-def _stages(parts: Sequence[nn.Module], numerics: Numerics, context: ParallelContext) -> list[Stage]:
+def _stages(
+    parts: Sequence[nn.Module], shared_buffers: frozenset[str], numerics: Numerics, context: ParallelContext
+) -> list[Stage]:
     """``parts`` as stages that compute in the mode's precision, each with a random stream."""
     last = context.config.parallel.pipeline.num_stages - 1
     stages = []
@@ -121,7 +140,7 @@ def _stages(parts: Sequence[nn.Module], numerics: Numerics, context: ParallelCon
         random = context.activation_stream(index, engine=context.num_engines)
         ends = {"is_first": index == 0, "is_last": index == last}
         stages.append(Stage(part, context.config.precision, context.device, **ends, random=random))
-        stages[-1].keeps_dtypes = numerics.keeps_dtypes
+        stages[-1].keeps_dtypes, stages[-1].shared_buffers = numerics.keeps_dtypes, shared_buffers
     return stages
 
 

@@ -174,7 +174,7 @@ class OptimizerStep:
         self._differ = context.batch_axis.size * context.stage_axis.size > 1
         self._rates: list[object] = []  # of learning, in the last step
         self._moves = self._warned = False
-        self._unchanged = torch.zeros(1, dtype=torch.float64, device=self._device)
+        self._nothing = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._sums = sums_for(context)
         self.updates: list[Step] = []
         problem = None
@@ -227,7 +227,7 @@ class OptimizerStep:
 
         ``found_inf``: what :meth:`FlatGradients.complete` returned.
         """
-        changed = self._changes.look() if self._changes.watches else self._unchanged
+        changed = self._changes.look() if self._changes.watches else self._nothing
         is_shared = self._context.world_size > 1
         presence = [self._presence.here(self._gradients.absent)] if is_shared else []
         control = torch.cat([self._findings(found_inf), self._losses.findings(), *presence, changed])
@@ -249,7 +249,7 @@ class OptimizerStep:
 
     def _findings(self, found_inf: torch.Tensor) -> torch.Tensor:
         """This rank's terms of the flag, the gradient's sum of squares and its number of zeros; float64, 3 elements."""
-        zeros = torch.zeros((), dtype=torch.float64, device=self._device)
+        zeros = self._nothing[0]
         if self._context.config.precision.log_num_zeros:
             stepped = [param for param in self._gradients.params if param.own[0] < param.own[1]]  # without padding
             norm_weights = [param.norm_weight for param in stepped]

@@ -131,7 +131,10 @@ class Pipeline:
             raise self._failure
 
     def _drop_gradients_elsewhere(self) -> str | None:
-        """The name of a parameter of another rank's stage that has got a gradient here; None if none has."""
+        """The name of a parameter of another rank's stage that has got a gradient here; None if none has.
+
+        On every rank: a stage's forward, too, may use one that the model keeps outside of its modules.
+        """
         found = None
         for name, reference in self._stages.elsewhere:
             if (parameter := reference()) is not None and parameter.grad is not None:

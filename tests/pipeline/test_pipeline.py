@@ -252,6 +252,9 @@ def test_a_criterion_of_weights_of_another_stage_is_an_error_on_every_rank(world
         used[0] = model[3].weight  # of the last stage
         engine.forward_backward(x, x)
         assert engine.step().stepped
+        model[0].register_forward_hook(lambda _, inputs, output: output + used[0].sum())  # on the other rank
+        with pytest.raises(paramp.ConfigError, match=r"it uses '3\.weight' of the model"):
+            engine.forward_backward(x, x)
 
 
 def test_the_loss_of_a_batch_that_has_failed_is_zero_and_so_are_its_gradients():

@@ -7,6 +7,7 @@ layers stay plain tensors.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -173,7 +174,8 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                     num_hooks = len(submodule._forward_pre_hooks)
                     styles[name]._apply(submodule, mesh)  # parallelize_module of some versions refuses two axes
                     if isinstance(styles[name], FIRST_INPUT) and len(submodule._forward_pre_hooks) > num_hooks:
-                        submodule.register_forward_pre_hook(_first_by_position, prepend=True, with_kwargs=True)
+                        by_position = _first_by_position(submodule)
+                        submodule.register_forward_pre_hook(by_position, prepend=True, with_kwargs=True)
                 except NotImplementedError as error:
                     raise ConfigError(f"plan: {name!r} is a {type(submodule).__name__}: {error}") from None
                 setattr(
@@ -191,18 +193,24 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
 
 
-def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The inputs of ``module``, of which hooks of styles take the first by position."""
-    if args or not kwargs:
-        return None
-    inputs = inspect.signature(module.forward).parameters.values()
+def _first_by_position(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """A hook of ``module`` before those of styles, which take its first input by position."""
+    inputs: Iterable[inspect.Parameter] = ()
+    with suppress(ValueError):  # of a builtin, as in torch.nn.cpp
+        inputs = inspect.signature(module.forward).parameters.values()
     first = next((one.name for one in inputs if one.kind is one.POSITIONAL_OR_KEYWORD), None)
-    if first not in kwargs:
-        raise ConfigError(
-            f"plan: {type(module).__name__}, whose style changes its first input, is called with the keywords "
-            f"{', '.join(kwargs)} alone, expected that input by its position{f' or as {first!r}' if first else ''}"
-        )
-    return (kwargs.pop(first),), kwargs
+
+    def by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args or not kwargs:
+            return None
+        if first not in kwargs:
+            raise ConfigError(
+                f"plan: {type(module).__name__}, whose style changes its first input, is called with the keywords "
+                f"{', '.join(kwargs)} alone, expected that input by its position{f' or as {first!r}' if first else ''}"
+            )
+        return (kwargs.pop(first),), kwargs
+
+    return by_position
 
 
 def _turn_off_fast_path(module: nn.Module, styles: Iterable[str]) -> None:
