@@ -19,6 +19,10 @@ class ConfigError(ValueError):
     """A configuration or argument is invalid. The message names the value, what is allowed, and the fix."""
 
 
+class AfterBatchError(ConfigError):
+    """A :class:`ConfigError` of this rank at the end of a batch, in which no other rank waits for it any more."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file or the tensor, and the fix."""
 

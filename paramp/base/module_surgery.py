@@ -83,6 +83,18 @@ def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContext
     replace_forward(module, forward)
 
 
+def turn_off_fast_path(module: nn.Module, layers: Iterable[str]) -> None:
+    """Let torch's encoder layers call the ``layers`` inside, by their names in ``module``, in evaluation too: else one
+    kernel computes with their parameters."""
+    names = list(layers)
+    for name, child in module.named_modules(remove_duplicate=False):
+        if any(inner.startswith(f"{name}." if name else "") for inner in names):
+            if isinstance(child, nn.TransformerEncoderLayer):
+                child.activation_relu_or_gelu = 0
+            elif isinstance(child, nn.TransformerEncoder):
+                child.use_nested_tensor = False
+
+
 def unbound(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """``forward``, the value of that attribute of ``module``, as a function of the module and the inputs."""
     if isinstance(forward, MethodType) and forward.__self__ is module:

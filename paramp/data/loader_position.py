@@ -69,6 +69,11 @@ class LoaderPosition:
         return self._next_epoch if self._current is None else self._current.epoch
 
     @property
+    def iterator(self) -> Iterator[Any] | None:
+        """The last iteration; None before one, and after a load."""
+        return self._current
+
+    @property
     def given(self) -> int:
         """How many batches of :attr:`epoch` this rank has got."""
         return self.skip if self._current is None else self._current.yielded

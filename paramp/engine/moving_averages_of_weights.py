@@ -85,11 +85,14 @@ class WeightAverages:
             average.copy_(buffer.masters.read(block, self._scratch))
 
     @torch.no_grad()
-    def move(self, skip: torch.Tensor) -> None:
-        """Move the averages towards the stepped weights, unless ``skip``, 0-dim bool on the device."""
+    def move(self, skip: torch.Tensor, *, compare: bool) -> None:
+        """Move the averages towards the stepped weights, unless ``skip``, 0-dim bool on the device.
+
+        ``compare``: weights that the step has left out may have been changed in place (:meth:`Masters.read`).
+        """
         self._begun = True
         for buffer, block, average in self._blocks():
-            weight = buffer.masters.read(block, self._scratch, compare=False)  # the step has just rounded it
+            weight = buffer.masters.read(block, self._scratch, compare=compare)
             if weight.dtype is not average.dtype:
                 weight = self._scratch.like("weight", weight, average.dtype).copy_(weight)
             moved = self._scratch.like("moved", average, average.dtype)

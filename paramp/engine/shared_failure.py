@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.collectives import gather_objects
-from ..base.errors import ConfigError
+from ..base.errors import AfterBatchError, ConfigError
 from ..base.observer_spans import STEP
 from ..base.torch_internals import expect
 from ..distributed.context import BATCH_ROLES, ParallelContext
@@ -85,7 +85,7 @@ class SharedFailure:
     def raise_if_alone(self, error: Exception) -> None:
         """Raise ``error``, of a batch on this rank, if the other ranks cannot take part in what follows."""
         alone = self.is_alone or self._context.world_size == 1 or is_lost_connection(error)
-        if not alone and not self._peers_failed_too():
+        if not alone and not isinstance(error, AfterBatchError) and not self._peers_failed_too():
             self.is_alone = alone = True
             error.add_note(f"paramp: other ranks of the {self._axes} did not fail, and wait for this one; end the job")
         if alone:
@@ -183,12 +183,26 @@ class SharedFailure:
         kind, text, rank = next(failure for failure in everyone if failure is not None)
         raise KINDS[kind](text if rank in text else f"{text}; on {rank}")
 
-    def _peers_failed_too(self) -> bool:
-        """Whether all ranks failed that have collectives with this one in the model."""
+    def failed_alike(self, error: BaseException, number: int) -> bool:
+        """Whether the forward of this ``number`` in the user's loop fails on all ranks that meet in it, as here.
+
+        The answer, for which a rank may wait, is the same on each of them that asks.
+        """
+        if len(self._peers) == 1:
+            return True
+        if is_lost_connection(error):
+            return False
+        what = f"forward/{number}"
+        answer = str(self._peers_failed_too(what))
+        key = f"{self._key}/{what}/answer/{self._peers[0]}"
+        return dist.distributed_c10d._get_default_store().compare_set(key, "", answer) == b"True"
+
+    def _peers_failed_too(self, what: str | None = None) -> bool:
+        """Whether all ranks failed that have collectives with this one in the model; ``what``: None for a batch."""
         if len(self._peers) == 1:
             return True
         # Not a collective: ranks that did not fail would not take part in it.
-        store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{self._num_batches}"
+        store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{what or self._num_batches}"
         store.set(f"{key}/{self._context.rank}", "")
         try:
             store.wait([f"{key}/{rank}" for rank in self._peers], timedelta(seconds=SECONDS_OF_GRACE))

@@ -205,7 +205,7 @@ class OptimizerStep:
         if self._changes.watches:
             self._changes.end_step()
         if self.averages is not None:
-            self.averages.move(decision.skip)
+            self.averages.move(decision.skip, compare=bool(absent))
         for counts in self._window.counts:
             counts.end_step(decision.skip)
         return self._record(decision)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..base.dtensor import full_tensor
-from ..base.errors import ConfigError
+from ..base.errors import AfterBatchError, ConfigError
 from ..base.trees import map_tensors, tensors
 from ..distributed.phase_of_rank import BATCH
 from ..observe.nonfinite_hooks import Tracer
@@ -45,6 +46,8 @@ class LoopRunner(BatchRunner):
 
     _counted: Sequence[Batch] | None = None
     """The batches of the next step, whose tokens were counted."""
+    _num_forwards = 0
+    """Of the user's loop in training."""
 
     def output(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, as :meth:`Engine.__call__` returns it."""
@@ -57,11 +60,18 @@ class LoopRunner(BatchRunner):
             self._weights.put_back()
             failing = self._window.failing(incomplete=False) if training else nullcontext()
             running = self._stages.running(backward=training)
-            # Other ranks may have counted this forward, and would then differ from this one.
-            undone = uncounted_if_failed(self._window.counts if self._context.world_size == 1 else ())
+            self._num_forwards += training
+            failed_alike = partial(self._failure.failed_alike, number=self._num_forwards)
+            undone = uncounted_if_failed(self._window.counts, failed_alike)
             phase = self._context.phase("forward" if training else "evaluation")
-            with failing, undone, phase, self._computing(), running:
-                output = self.criterion.joined(self._stages(*batch.args, **batch.kwargs), batch)
+            output = None
+            try:
+                with failing, undone, phase, self._computing(), running:
+                    output = self.criterion.joined(self._stages(*batch.args, **batch.kwargs), batch)
+            except AfterBatchError as error:
+                if not training:
+                    raise
+                self._failure.record(error)  # the others wait for this rank in the backward, whose sum tells them
             if not training:
                 output = map_tensors(full_tensor, output)
             if training or torch.is_grad_enabled():  # so that a backward may follow

@@ -7,7 +7,7 @@ of its own tokens, by their index in the whole stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,11 +48,18 @@ class ExpertTokens:
         finally:
             SEE_ROWS.reset(token)
 
-    def begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count the tokens of a call of ``module``, if it is a stack of experts."""
         total = num_experts(module)
-        index = args[1] if len(args) == 3 else None
-        if not total or not isinstance(index, torch.Tensor) or index.is_floating_point() or index.ndim != 2:
+        if not total:
+            return
+        from ..parallel.expert_dispatch import inputs_in_order  # imports DTensor
+
+        try:
+            _, index, _ = inputs_in_order(module, args, kwargs)
+        except (TypeError, ValueError):  # it takes others
+            return
+        if not isinstance(index, torch.Tensor) or index.is_floating_point() or index.ndim != 2:
             return
         self._index, self._blamed = index.detach(), None
         if self._counts_tokens:

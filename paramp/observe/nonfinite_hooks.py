@@ -367,7 +367,7 @@ class Tracer:
         if bad:
             self._meet(name)
         self.contexts = contexts_of_now()
-        self.experts.begin(name, module, args)
+        self.experts.begin(name, module, args, kwargs)
         self._running.append(name)
         self._graph.begin(name)
 

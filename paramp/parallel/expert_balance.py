@@ -20,7 +20,7 @@ equal counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -254,14 +254,21 @@ def counted_alone(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def uncounted_if_failed(all_counts: Sequence[StepCounts]) -> Iterator[None]:
-    """A context for a forward: one that fails leaves ``all_counts`` as they were."""
+def uncounted_if_failed(
+    all_counts: Sequence[StepCounts], fails_everywhere: Callable[[BaseException], bool]
+) -> Iterator[None]:
+    """A context for a forward: one that fails leaves ``all_counts`` as they were.
+
+    ``fails_everywhere``: whether it does on all ranks that have counted it, which would differ otherwise.
+    """
     before = [(one.total, one._num_added) for one in all_counts]
     try:
         yield
-    except BaseException:
-        for one, (total, num_added) in zip(all_counts, before, strict=True):
-            one.total, one._num_added = total, num_added
+    except BaseException as error:
+        has_counted = any(one.total is not total for one, (total, _) in zip(all_counts, before, strict=True))
+        if has_counted and fails_everywhere(error):
+            for one, (total, num_added) in zip(all_counts, before, strict=True):
+                one.total, one._num_added = total, num_added
         raise
 
 

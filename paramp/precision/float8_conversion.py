@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..base.dtensor import local
-from ..base.module_surgery import run_within
+from ..base.module_surgery import run_within, turn_off_fast_path
 from .capabilities import Library, find_library
 from .choose_float8_layers import MULTIPLE, Choice, choose_layers
 from .modes import Float8, Precision
@@ -82,6 +82,7 @@ def convert(
         module = _with_torchao(module, choice, float8, library.emulated)
     flag = torch.zeros((), device=device) if overflow is None else overflow
     _report_overflow(module, choice, flag, library.saturates)
+    turn_off_fast_path(module, choice.linear)
     return module
 
 

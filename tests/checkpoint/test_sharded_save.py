@@ -258,7 +258,13 @@ class Sometimes(nn.Module):
         return self.always(x) + (self.sometimes(x) if self.count.item() % 2 else 0.0)
 
 
-@pytest.mark.parametrize(("saved", "loaded", "scale"), [("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0)])
+FIXED = {"mode": "16-mixed", "init_scale": 8.0, "min_scale": 8.0, "max_scale": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "scale"),
+    [("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0), (FIXED, "16-mixed", 65536.0), ("16-mixed", FIXED, 8.0)],
+)
 def test_a_scaler_keeps_its_modes_settings(tmp_path, saved, loaded, scale):
     with paramp.launch_from_torch({"precision": saved}):
         engine_with(make=torch.optim.SGD).save(tmp_path / "saved")

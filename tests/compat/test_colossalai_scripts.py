@@ -251,6 +251,8 @@ def test_the_trainer_ends_after_max_steps_and_predicts(tmp_path):
         assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (7, 2, 7)
         x, _ = in_batches(BATCH)[0]
         assert torch.equal(trainer.predict(x), model(x))
+        trainer.fit(loader, epochs=3)  # which begins with the rest of the second epoch
+        assert (trainer.cur_step, trainer.cur_epoch, engine.num_steps) == (15, 3, 15)
 
 
 @pytest.mark.parametrize(("count_correct", "expected"), [(Accuracy(), 10 / 12), (lambda output, label: 1, 1 / 2)])

@@ -6,7 +6,7 @@ from families import cases, family
 from pool import run_on_ranks
 from reference import local
 from small_engines import Planted, engine_of, everywhere, own_part
-from small_mixture import CHOICES, NUM_EXPERTS, PLAN, WIDTH, StackedExperts, layers, tokens
+from small_mixture import CHOICES, NUM_EXPERTS, PLAN, WIDTH, MixtureLayer, StackedExperts, layers, tokens
 
 import paramp
 
@@ -34,6 +34,14 @@ class Spoilt(StackedExperts):
         expert, value, backward = self.spoils
         rows = (index == expert).any(1).nonzero().flatten()
         return output.index_copy(0, rows, Planted.apply(output[rows], value, backward))
+
+
+class ByName(MixtureLayer):
+    """Gives its experts their inputs by name."""
+
+    def forward(self, x):
+        scores, index = self.router(x).softmax(-1).topk(CHOICES)
+        return x + self.experts(index=index, tokens=x, weights=scores)
 
 
 def started(parallel):
@@ -183,10 +191,12 @@ def test_on_one_process_an_expert_is_named_by_its_weights_or_by_the_tokens_that_
         stack = engine.module[0].experts
         stack.__class__ = Spoilt
         stack.spoils = 2, float("inf"), False
-        engine.forward_backward(tokens(), torch.zeros(16, WIDTH))
-        assert engine.step().overflow
-        report = engine.diagnose_overflow()
-        assert (report.origin.module, report.origin.experts) == ("0.experts", (2,))
+        for engine.module[0].__class__ in (ByName, MixtureLayer):
+            engine.forward_backward(tokens(), torch.zeros(16, WIDTH))
+            assert engine.step().overflow
+            report = engine.diagnose_overflow()
+            assert (report.origin.module, report.origin.experts) == ("0.experts", (2,))
+            assert sum(report.tokens["0.experts"]) == 16 * CHOICES
         stack.spoils, chosen = None, []
         for count in (1, 16):
             bad = torch.zeros(16, 1)

@@ -1,7 +1,9 @@
 """Counts of the tokens of a step: the balance of the global batch, and biases of scores; on one rank and on several."""
 
+import contextlib
 import functools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from counting import Collectives
 from families import family, rarely
 from pool import on_ranks
 from reference import SMALL_MOE, batches, settled, small_moe
-from small_engines import engine_of, own_part, save
+from small_engines import engine_of, everywhere, own_part, save
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -376,9 +378,9 @@ def test_a_users_loop_may_drop_gradients_between_forward_and_backward():
             assert [one.bias.tolist() for one in counts] == [bias.tolist() for bias in expected]
 
 
-def test_a_forward_that_failed_counts_nothing_in_a_loop_that_goes_on():
+def check_failed_forward(num_ranks=1):
     (x, y), (x2, y2) = batches(2)
-    with paramp.launch_from_torch({"gradient_accumulation": 2}):
+    with paramp.launch_from_torch({"gradient_accumulation": 2, "parallel": {"data": num_ranks}}):
         engine, counts = counting_engine()
         engine.backward(engine.criterion(engine(x), y))
         engine.step()
@@ -389,7 +391,32 @@ def test_a_forward_that_failed_counts_nothing_in_a_loop_that_goes_on():
         hook.remove()
         assert [one.total.tolist() for one in counts] == expected
         engine.criterion(engine(x2), y2)
-        assert [one.total.sum() for one in counts] == [2 * x.numel() * SMALL_MOE.experts_per_token] * 2
+        assert [one.total.sum() for one in counts] == [2 * num_ranks * x.numel() * SMALL_MOE.experts_per_token] * 2
+        return engine, counts
+
+
+def test_a_forward_that_failed_counts_nothing_in_a_loop_that_goes_on():
+    check_failed_forward()
+
+
+@on_ranks(2)
+def test_a_forward_that_failed_on_all_ranks_counts_nothing(world):
+    check_failed_forward(2)
+
+
+@on_ranks(2)
+def test_a_forward_that_failed_on_one_rank_leaves_the_counts_of_all_equal(world):
+    ((x, _),) = batches(1)
+    with (
+        paramp.launch_from_torch({"parallel": {"data": 2}}),
+        mock.patch("paramp.engine.shared_failure.SECONDS_OF_GRACE", 0.2),
+    ):
+        engine, counts = counting_engine()
+        if world.rank:
+            engine.module.norm.register_forward_pre_hook(lambda *_: refuse())  # behind all routers
+        with pytest.raises(ArithmeticError) if world.rank else contextlib.nullcontext():
+            engine(x)
+        assert len({*everywhere(str([one.total.tolist() for one in counts]))}) == 1
 
 
 def test_a_balance_of_equal_shares_is_1_and_has_no_gradient_in_the_scores():

@@ -209,20 +209,31 @@ class Changing(nn.Module):
         with torch.no_grad():
             if self.name == "layer.weight":
                 self.layer.weight.mul_(0.5)
+            elif self.name == "layer.bias":
+                self.layer.bias.data.mul_(0.5)  # nothing counts it
+            elif self.name == "frozen.weight":
+                self.frozen.weight[0].mul_(0.5)  # that of one rank's shard
             elif self.name:
                 self.frozen.bias.data = self.frozen.bias.data * 0.5
         return self.layer(x) - self.frozen(x)
+
+
+def own_loop(engine, x, y):
+    engine.zero_grad()
+    engine.train()
+    return engine.backward(engine.criterion(engine(x), y))
 
 
 @pytest.mark.parametrize("parallel", [{"data": {"shard": 4}}, {"data": {"shard": 2}, "tensor": 2}], ids=["4", "2-tp2"])
 @on_ranks(4)
 def test_what_gathered_weights_cannot_do(world, parallel):
     plan = {"*.layer": ColwiseParallel(output_layouts=Replicate())} if "tensor" in parallel else None
-    for name in ("layer.weight", "frozen.bias"):
+    for name in ("layer.weight", "layer.bias", "frozen.weight", "frozen.bias"):
         with paramp.launch_from_torch({"parallel": parallel}):
             engine = engine_of(nn.Sequential(Changing(), Changing()), plan=plan)
             engine.module.get_submodule("1").name = name
-            for call in (engine.forward_backward, engine.evaluate):
+            calls = [engine.forward_backward, engine.evaluate, functools.partial(own_loop, engine)]
+            for call in calls[: 2 if name == "layer.bias" else 3]:
                 with pytest.raises(paramp.ConfigError, match=f"the model's forward changes '1.{name}', which is gath"):
                     call(X, Y)
     with paramp.launch_from_torch({"parallel": parallel}):

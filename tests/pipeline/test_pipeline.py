@@ -65,6 +65,13 @@ class CountingLater(Counting):
         return x * self.weight
 
 
+class ReadingStatistics(nn.Sequential):
+    """Reads those of a norm on another stage, in the code between modules."""
+
+    def forward(self, x):
+        return super().forward(x) + self[1].running_mean
+
+
 def seed_all(number):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(number)
@@ -198,6 +205,9 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
             engine = engine_of(nn.Sequential(shared, nn.Linear(4, 4), shared))
             with pytest.raises(paramp.ConfigError, match=f"the forward changes the buffer '{name}', of which several"):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
+        engine = engine_of(ReadingStatistics(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+        with pytest.raises(paramp.ConfigError, match=r"changes the buffer '1\.running_mean', of which several"):
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
 
 
 @on_ranks(4)

@@ -7,6 +7,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from enum import Enum
+from unittest import mock
 
 import pytest
 import torch
@@ -229,6 +230,14 @@ def test_autocast_takes_an_fp32_input_as_it_does_for_a_linear():
     with computing(mode(), "cpu"):
         assert torch.equal(layer(input=x), layer(x.bfloat16()))
     assert layer(x).dtype is torch.float32
+
+
+def test_torchs_encoder_evaluates_with_its_float8_layers():
+    """In evaluation torch has a kernel for a whole layer, which calls no module."""
+    layer = convert(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), mode(), CPU).eval()
+    with mock.patch.object(layer.linear1, "forward", wraps=layer.linear1.forward) as forward, torch.no_grad():
+        layer(torch.randn(2, 8, 32))
+    assert forward.call_count == 1
 
 
 # --------------------------------------------------------------------------------------------------- overflow

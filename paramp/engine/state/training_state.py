@@ -196,9 +196,11 @@ class TrainingState:
         return replace(header, tensors={renamed(name): stored for name, stored in tensors.items()})
 
     def _load_scaler(self, saved: dict[str, Any], mode: str | None) -> None:
-        """From another mode only scale and counters, and only if both modes change the scale."""
-        same = mode == self._context.config.precision.name
-        self._scaler.load_state_dict(saved if same else resumed_state(self._scaler.state_dict(), saved))
+        """From another mode only scale and counters; nothing if one of the two runs fixes the scale by its settings."""
+        own = self._scaler.state_dict()
+        resumed = resumed_state(own, saved)
+        takes_all = mode == self._context.config.precision.name and resumed is not own
+        self._scaler.load_state_dict(saved if takes_all else resumed)
 
     def _load_values(self, values: Mapping[str, Any]) -> None:
         self._step.counters.load(values["counts"])

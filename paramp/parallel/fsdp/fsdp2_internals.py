@@ -107,7 +107,8 @@ def differs_from_shard(one: Any) -> bool:
     dim, mesh = one.fsdp_placement.dim, one.mesh_info
     parts = whole.chunk(mesh.shard_mesh_size, dim)
     own = parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else whole.narrow(dim, 0, 0)
-    return not torch.equal(own, shard.to(own.dtype))
+    # By their bits, since a weight may be NaN.
+    return not torch.equal(own.contiguous().view(torch.uint8), shard.to(own.dtype).contiguous().view(torch.uint8))
 
 
 def drop_gradients(records: Iterable[Any]) -> None:

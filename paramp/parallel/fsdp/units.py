@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
-from ...base.errors import ConfigError
+from ...base.errors import AfterBatchError, ConfigError
 from ...base.held_tensors import held_tensors
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
 from ...base.torch_internals import expect, older_than, take
@@ -56,6 +56,10 @@ CAST_LAYERS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 """Autocast casts their weights; those of derived classes too, unless their forward is another."""
+
+COMPARED = 2
+"""The first forwards of a unit, after which its gathered parameters are compared with their shards, also if nothing
+counts their changes, as of ``p.data`` in place. On a GPU the host waits for it."""
 
 ERRORS = {
     "mixed torch.Tensor and DTensor": (
@@ -264,13 +268,13 @@ class ShardedUnits:
                 for root in self._roots:
                     self._reduce(root)
             self._order.check(END)
-            if self._changed:  # not before, because a rank may have changed other ranks' shards alone
-                raise ConfigError(
-                    f"parallel.data.shard: the model's forward changes {self._changed[0]!r}, which is gathered for it "
-                    "from shards that would keep their values; change it between steps, by its name in "
-                    "engine.named_parameters(), or set data.shard to 1"
-                )
         self.reshard()
+        if self._changed:  # not before, because a rank may have changed other ranks' shards alone
+            raise AfterBatchError(
+                f"parallel.data.shard: the model's forward changes {self._changed[0]!r}, which is gathered for it "
+                "from shards that would keep their values; change it between steps, by its name in "
+                "engine.named_parameters(), or set data.shard to 1"
+            )
 
     @contextmanager
     def resetting(self) -> Iterator[None]:
@@ -422,6 +426,7 @@ class _Weights:
         """``names``: of the parameters in the model, by torch's records of them; ``changed`` gets those of some."""
         self._names, self._changed = names, changed
         self._before: dict[Any, tuple[int, int]] = {}
+        self._num_checks = 0
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
@@ -430,10 +435,12 @@ class _Weights:
 
     @uncompiled
     def check(self, module: nn.Module, *_: Any) -> None:
+        self._num_checks += 1
+        compares = self._num_checks <= COMPARED
         with unwatched():
             for one, state in fsdp2_internals.states_of_gathered(module).items():
                 # Parametrizations, such as peft's of parameters, write to a weight what it has.
-                if state != self._before.get(one) and fsdp2_internals.differs_from_shard(one):
+                if (compares or state != self._before.get(one)) and fsdp2_internals.differs_from_shard(one):
                     self._changed.append(self._names[one])
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
-from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches
+from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches, turn_off_fast_path
 from ..shape_errors import PLAN_ENTRY
 from .colwise_and_rowwise import Colwise, PackedColwise, Rowwise
 from .expert_slices import ExpertSlices
@@ -181,7 +181,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 setattr(
                     submodule, PLAN_ENTRY, getattr(styles[name], PLAN_ENTRY, f"plan: {type(styles[name]).__name__}")
                 )
-        _turn_off_fast_path(module, styles)
+        turn_off_fast_path(module, styles)
         for name, old in before.items():
             new = module.get_parameter(name)
             if new is not old:
@@ -211,17 +211,6 @@ def _first_by_position(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...
         return (kwargs.pop(first),), kwargs
 
     return by_position
-
-
-def _turn_off_fast_path(module: nn.Module, styles: Iterable[str]) -> None:
-    """Let torch's encoder layers with ``styles`` inside call their layers in evaluation too: else one kernel computes
-    with their parameters."""
-    for name, child in module.named_modules(remove_duplicate=False):
-        if any(inner.startswith(f"{name}." if name else "") for inner in styles):
-            if isinstance(child, nn.TransformerEncoderLayer):
-                child.activation_relu_or_gelu = 0
-            elif isinstance(child, nn.TransformerEncoder):
-                child.use_nested_tensor = False
 
 
 def _carry_to_shards(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -131,9 +131,9 @@ def _prepare(session: Session, optimizers: Sequence[torch.optim.Optimizer], *, c
     if precision.weights.itemsize < 4:
         keep_state_dicts_fp32(session.models)
     refuse_assigned_weights(session.models)
-    known = session.current_ids()
+    session.known = session.current_ids()
     for optimizer in optimizers:
-        ApexOptimizer(optimizer, session, replaced, known)
+        ApexOptimizer(optimizer, session, replaced, session.known)
     if properties.patch_torch_functions:
         session.undo += patch_registered()
 

@@ -78,8 +78,9 @@ def _scaled(
     weights = list(dict.fromkeys(weight for optimizer in stepping for weight in optimizer.weights))
     found_inf = torch.zeros((), device=session.device)
     scale = scaler.loss_scale()
-    if not all(weight.checked for weight in weights):
-        take_up_changes(weights, session.current_ids())
+    has_new = session.has_new()
+    if has_new or not all(weight.checked for weight in weights):
+        take_up_changes(weights, session.current_ids(), has_new=has_new)
     unscaled_others = _unscale_others(weights, scale, found_inf)
     with _backward(session, weights, scale):
         yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -91,6 +91,8 @@ class Session:
     models: Sequence[nn.Module]
     weights: dict[int, AmpWeight] = field(default_factory=dict)
     """Every parameter that an optimizer steps, by the ``id`` of the model's weight."""
+    known: set[int] = field(default_factory=set)
+    """The ``id`` of every parameter that the models had in ``initialize``."""
     device: torch.device = field(init=False)
     """The device of the first model."""
     casts_active: bool = True
@@ -99,12 +101,19 @@ class Session:
     """Functions that restore the registered functions."""
 
     def __post_init__(self) -> None:
-        parameters = (parameter for model in self.models for parameter in model.parameters())
-        self.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self.device = next((parameter.device for parameter in self._parameters()), torch.device("cpu"))
 
     def current_ids(self) -> set[int]:
         """The ``id`` of every current parameter of the models."""
-        return {id(parameter) for model in self.models for parameter in model.parameters()}
+        return set(map(id, self._parameters()))
+
+    def has_new(self) -> bool:
+        """Whether a trained parameter was put into a model later, and no optimizer steps it."""
+        new = (one for one in self._parameters() if id(one) not in self.known and id(one) not in self.weights)
+        return any(one.requires_grad for one in new)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for model in self.models for parameter in model.parameters())
 
 
 class AmpState:

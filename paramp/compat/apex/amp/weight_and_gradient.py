@@ -143,12 +143,19 @@ def unscale_(weights: Sequence[AmpWeight], scale: float, found_inf: torch.Tensor
         weight.add_stash()
 
 
-def take_up_changes(weights: Sequence[AmpWeight], current: set[int]) -> None:
-    """Before the first backward: check each weight, and update its master if it was changed since ``initialize``.
+def take_up_changes(weights: Sequence[AmpWeight], current: set[int], *, has_new: bool) -> None:
+    """Before a backward: check each weight; before its first one also update its master if the weight was changed.
 
-    ``current`` has the ``id`` of every current parameter of the models.
+    Args:
+        current: the ``id`` of every current parameter of the models.
+        has_new: one of them was put into its model later, and no optimizer steps it.
     """
     for weight in weights:
         if not weight.checked:
             weight.check(current)
             weight.take_up_broadcast()
+        elif has_new and weight.of_model and id(weight.weight) not in current:
+            raise AmpError(
+                f"a parameter of shape {tuple(weight.weight.shape)} was replaced in its model by one that no optimizer "
+                "steps; change its values in place, or pass the new one to optimizer.add_param_group"
+            )

@@ -50,6 +50,7 @@ class Trainer:
         self.cur_epoch = self.cur_step = self.steps_per_epoch = self.max_epochs = 0
         self.max_steps: int | None = None
         self._train_loader: Any = None
+        self._rest: Any = None  # of an epoch that max_steps has ended early: its iterator, and cur_epoch after it
         self._is_fitting = False
         self._logger = logger
 
@@ -69,7 +70,7 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train until ``epochs`` epochs are complete, the earlier ones of a resumed run included.
+        """Train until ``epochs`` epochs are complete, those of an earlier ``fit`` or of a resumed run included.
 
         Args:
             train_dataloader, test_dataloader: of pairs ``(data, label)``, with a length, from ``initialize``.
@@ -83,6 +84,7 @@ class Trainer:
         """
         self.steps_per_epoch, self.max_epochs, self.max_steps = len(train_dataloader), epochs, max_steps
         self._train_loader = train_dataloader
+        self._go_back()
         with self._fitting(hooks):
             self._call("before_train")
             self.cur_step = self._first_step()
@@ -117,6 +119,13 @@ class Trainer:
         with self._aside():
             self.engine.eval()
             return self.engine.execute_schedule(iter([(data, data)]), forward_only=True, return_loss=False)[0]
+
+    def _go_back(self) -> None:
+        """Let this ``fit`` begin with the rest of the epoch that ``max_steps`` of the one before has ended early."""
+        rest, self._rest, loader = self._rest, None, self._train_loader
+        if isinstance(loader, WithPosition) and rest == (loader.position.iterator, self.cur_epoch):
+            loader.load_state_dict(loader.state_dict())
+            self.cur_epoch -= 1
 
     def _epochs_to_come(self) -> Iterator[tuple[int, int]]:
         """In ``before_train``, each epoch of this ``fit``, and how many batches it trains on up to the epoch's end."""
@@ -200,6 +209,7 @@ class Trainer:
                 if shows:
                     self._show(f"[Epoch {self.cur_epoch} / {name}] {number}/{count}", last=number == count)
                 if training and self._is_over() and number < count:
+                    self._rest = batches, self.cur_epoch + 1
                     break
             else:
                 next(batches, None)  # its end, so that a checkpoint does not resume in this epoch
