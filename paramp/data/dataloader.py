@@ -185,8 +185,9 @@ def num_repeated(loader: Any) -> float:
 
 def _repeated_by(sampler: Any, loader: DataLoader[Any]) -> int:
     """How many samples that a ``DistributedSampler`` repeats ``loader`` yields; it may drop its last batch."""
-    changed = _without_repeats(sampler)
-    dropped = sampler.num_samples % (loader.batch_size or 1) if loader.drop_last else 0
+    changed, batches = _without_repeats(sampler), loader.batch_sampler  # given as such, it has the options
+    drops = getattr(batches, "drop_last", False)
+    dropped = sampler.num_samples % (getattr(batches, "batch_size", None) or 1) if changed and drops else 0
     return max(sampler.num_samples - changed["num_samples"] - dropped, 0) if changed else 0
 
 

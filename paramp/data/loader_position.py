@@ -25,9 +25,6 @@ from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
 
 T_co = TypeVar("T_co", covariant=True)
-TOLD = "_paramp_told"
-"""The attribute of a sampler of the user's: its epoch after the last iteration of a loader began. Another is of the
-script's ``set_epoch``."""
 EVALUATION: ContextVar[Callable[[WithPosition], None] | None] = ContextVar("EVALUATION", default=None)
 """During an evaluation by the engine: called with each sharded loader of which an iteration begins."""
 
@@ -47,17 +44,20 @@ class LoaderPosition:
     """The sampler's items in one batch."""
     own_samplers: list[Any] = field(default_factory=list)
     """Samplers of the user's that shard by themselves; each iteration tells them the epoch, unless the script has told
-    them another one since the last iteration."""
+    them one since the last iteration or load."""
     begins_anew: bool = field(init=False, default=False)
     """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
     skip: int = field(init=False, default=0)
     """How many batches of its epoch the next iteration leaves out: those before a loaded position."""
     _current: _EpochIterator | None = field(init=False, default=None)
+    _calls: list[_SetEpoch] = field(init=False)
+    """Of ``own_samplers``."""
+    _numbers: list[Any] = field(init=False, default_factory=list)
+    """What ``own_samplers`` were told for an epoch that was begun; empty: its number."""
 
     def __post_init__(self) -> None:
-        for sampler in self.own_samplers:
-            vars(sampler).setdefault(TOLD, _epoch_of(sampler))
+        self._calls = [_SetEpoch.of(sampler) for sampler in self.own_samplers]
 
     @property
     def _next_epoch(self) -> int:
@@ -88,13 +88,16 @@ class LoaderPosition:
         if self._current is not None and 0 < self._current.yielded == self._current.skipped:
             self._go_to(self._current.epoch)  # nothing was read of this rest of an epoch
             self.skip = self._current.skipped
+        elif self._current is not None:
+            self._numbers = []
         skip, self.skip = self.skip, 0
         epoch = self._next_epoch
         self._next = epoch + 1
-        for sampler in self.own_samplers:
-            if _epoch_of(sampler) == vars(sampler)[TOLD]:
-                sampler.set_epoch(epoch)
-            vars(sampler)[TOLD] = _epoch_of(sampler)
+        for index, call in enumerate(self._calls):
+            if not call.by_script:
+                call(self._numbers[index] if self._numbers else epoch)
+            call.by_script = False
+        self._numbers = [call.number for call in self._calls]
         self._generator.manual_seed(derive_seed(self._seed, epoch))
         if self.sampler is not None:
             self.sampler.skip = skip * self._items_per_batch
@@ -109,36 +112,45 @@ class LoaderPosition:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A context in which an iteration is over the whole of :attr:`epoch`; then the position is what it was."""
-        before = self._current, self._next, self.skip, self._generator.get_state()
-        told = [(sampler, _epoch_of(sampler), vars(sampler)[TOLD]) for sampler in self.own_samplers]
+        before = self._current, self._next, self.skip, self._numbers, self._generator.get_state()
+        told = [(call, call.number, call.by_script) for call in self._calls]
         sampler, epoch = self.sampler, self.epoch
         of_sampler = None if sampler is None else (sampler.epoch, sampler.skip)
-        self._current, self.skip = None, 0
+        self._current, self.skip, self._numbers = None, 0, []
         self._go_to(epoch)
         try:
             yield
         finally:
-            self._current, self._next, self.skip, state = before
-            for own, last, by_loader in told:
-                if last is not None:
-                    own.set_epoch(last)
-                vars(own)[TOLD] = by_loader
+            self._current, self._next, self.skip, self._numbers, state = before
+            for call, number, by_script in told:
+                if number is not None:
+                    call(number)
+                call.by_script = by_script
             self._generator.set_state(state)
             if sampler is not None and of_sampler is not None:
                 sampler.epoch, sampler.skip = of_sampler  # not yet read, if an iterator was made and not used
 
-    def state_dict(self) -> dict[str, int]:
-        """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded."""
-        return {"epoch": self.epoch, "given": self.given * self._unit}
+    def state_dict(self) -> dict[str, Any]:
+        """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+        And ``told``, what its samplers were told for it, if that is another number.
+        """
+        state: dict[str, Any] = {"epoch": self.epoch, "given": self.given * self._unit}
+        if self.given and any(number != self.epoch for number in self._numbers):
+            state["told"] = self._numbers
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state`` in the next iteration; the number of data ranks may differ."""
         if self._current is not None:
             self._current.stale = True
-        epoch, given = state["epoch"], state["given"]
+        epoch, given, numbers = state["epoch"], state["given"], state.get("told", [])
         if self.begins_anew and given:
-            epoch, given = epoch + 1, 0
+            epoch, given, numbers = epoch + 1, 0, []
         self._current = None
+        self._numbers = numbers if len(numbers) == len(self._calls) else []
+        for call in self._calls:
+            call.by_script = False
         self._go_to(epoch)
         self.skip, rest = divmod(given, self._unit)
         if rest:
@@ -154,9 +166,36 @@ class LoaderPosition:
             self.sampler.set_epoch(epoch)
 
 
-def _epoch_of(sampler: Any) -> Any:
-    """The epoch that ``sampler`` was told last, as it keeps it; None if it does not show it."""
-    return getattr(sampler, "epoch", None)
+@dataclass(eq=False)
+class _SetEpoch:
+    """``set_epoch`` of a sampler of the user's, in its place: it keeps the last call, and whether the script made it.
+
+    Numbers do not tell: a script may give the one from before again, and not every sampler shows it as ``epoch``.
+    """
+
+    _call: Callable[..., Any]
+    number: Any
+    """What the sampler was told last; None if that is not known."""
+    by_script: bool = False
+    """Whether the script has called since the last iteration of a loader began, or since a load."""
+
+    @staticmethod
+    def of(sampler: Any) -> _SetEpoch:
+        """That of ``sampler``, which loaders may share."""
+        if not hasattr(sampler, "__dict__"):
+            raise ConfigError(
+                f"its {type(sampler).__name__} has __slots__, so that calls of its set_epoch cannot be seen; leave out "
+                "__slots__ (slots=True of a dataclass), or derive the class from torch.utils.data.Sampler"
+            )
+        found = vars(sampler).get("set_epoch")
+        if not isinstance(found, _SetEpoch):
+            found = vars(sampler)["set_epoch"] = _SetEpoch(sampler.set_epoch, getattr(sampler, "epoch", None))
+        return found
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        result = self._call(*args, **options)
+        self.number, self.by_script = next(iter((*args, *options.values())), None), True
+        return result
 
 
 @dataclass(eq=False)
@@ -237,11 +276,11 @@ class WithPosition:
             evaluation(self)
         return self.position.begin(super().__iter__)  # type: ignore[misc]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The loader's position, for checkpoints."""
         return self.position.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved position in the next iteration."""
         self.position.load_state_dict(state_dict)
 

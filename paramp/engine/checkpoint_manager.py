@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import re
 import tempfile
 import warnings
@@ -82,6 +83,7 @@ class Checkpoints:
 
         ``metric`` as for :meth:`due`. After writing, older checkpoints that are not kept are deleted.
         """
+        step = operator.index(step)  # JSON has no integers of numpy
         path = self._path / f"step-{step:08d}"
         best = Best(step, float(metric), path.name) if metric is not None and self._is_best(metric) else None
         then = functools.partial(self._saved, step, best) if engine.context.is_main else None

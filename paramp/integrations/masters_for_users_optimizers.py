@@ -40,6 +40,10 @@ class ModuleMasters:
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
         self._rounded: set[torch.Tensor] = set()  # the weights of which they were rounded from the masters' gradients
         self._names: dict[torch.Tensor, str] = {}  # what errors call parameters
+        self._adopted = ExitStack()  # releases the optimizers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_adopted": ExitStack()}  # a copy has none
 
     @staticmethod
     def of(module: nn.Module) -> ModuleMasters:
@@ -73,10 +77,14 @@ class ModuleMasters:
                 one.stepped.detach().copy_(value)
         # Not an attribute, because copies of the module, which hooks of a step may make, copy those.
         steps: list[ExitStack] = []
-        optimizer.register_step_pre_hook(lambda *given: steps.append(self._begin_step(*given)))
-        optimizer.register_step_post_hook(lambda *_: steps.pop().close())
-        optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one))
-        optimizer.register_load_state_dict_post_hook(self._put_weights)
+        self._adopted.callback(self._put_weights, optimizer)  # after a step that failed it has masters
+        for hook in (
+            optimizer.register_step_pre_hook(lambda *given: steps.append(self._begin_step(*given))),
+            optimizer.register_step_post_hook(lambda *_: steps.pop().close()),
+            optimizer.register_load_state_dict_pre_hook(lambda one, _: self._put_masters(one)),
+            optimizer.register_load_state_dict_post_hook(self._put_weights),
+        ):
+            self._adopted.callback(hook.remove)
         if optimizer.state:  # which some constructors make, in the weights' dtype
             optimizer.load_state_dict(optimizer.state_dict())
 
@@ -148,10 +156,11 @@ class ModuleMasters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the masters into the parameters in place of the rounded weights, and forget them.
+        """Put the masters into the parameters in place of the rounded weights, forget them, and release the optimizers.
 
         A module with DTensors keeps its masters: ``data`` of a DTensor cannot be set.
         """
+        self._adopted.close()
         if any(map(is_dtensor, self._module.parameters())):
             return
         for one in filter(lambda one: one.has_master, self._weights.values()):

@@ -1,5 +1,6 @@
 """The user's own loaders over the data axis: every sample once, the same in a model group, as many batches on all."""
 
+import copy
 import itertools
 import math
 import multiprocessing
@@ -97,7 +98,24 @@ class Told(Shuffled):
         self.epoch = epoch
 
     def __iter__(self):
-        return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        return order_of(self.epoch)
+
+
+def order_of(epoch):
+    return iter(torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist())
+
+
+class Hidden(Told):
+    """One that shards by itself, shows a count of its own as ``epoch``, and not what it was told."""
+
+    num_replicas, rank = 1, 0
+
+    def set_epoch(self, epoch):
+        self.told = epoch
+
+    def __iter__(self):
+        self.epoch += 1
+        return order_of(self.told)
 
 
 class Once(Stream):
@@ -320,8 +338,14 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
     assert epoch(sharded) == [[1, 3], [5, 7]]
     odd = DistributedSampler(Numbers(9), num_replicas=2, rank=1)
     for drop_last in (False, True):  # dropped with the last batch
-        loader_of_odd = shard_loader(DataLoader(Numbers(9), 2, sampler=odd, drop_last=drop_last), 1, 2, 5)
-        assert num_repeated(loader_of_odd) == (not drop_last)
+        for options in (
+            {"batch_size": 2, "sampler": odd, "drop_last": drop_last},
+            {"batch_sampler": BatchSampler(odd, 2, drop_last)},
+        ):
+            assert num_repeated(shard_loader(DataLoader(Numbers(9), **options), 1, 2, 5)) == (not drop_last)
+    slots = type("Slots", (), {"__slots__": (), "num_replicas": 2, "rank": 1, "set_epoch": print, "__iter__": print})
+    with pytest.raises(ConfigError, match="its Slots has __slots__, so that calls of its set_epoch cannot be seen"):
+        shard_loader(DataLoader(Numbers(8), sampler=slots()), 1, 2, 5)
     for replicas, rank in ((4, 1), (2, 0)):
         message = rf"DistributedSampler gives samples to rank {rank} of {replicas}, but this is data rank 1 of 2"
         with pytest.raises(ConfigError, match=message):
@@ -334,14 +358,36 @@ def test_samplers_that_shard_themselves_are_kept_or_refused():
 def test_a_sampler_that_shards_itself_keeps_what_the_script_has_told_it_since_the_last_pass():
     sampler, told = DistributedSampler(Numbers(8), 1, 0), []
     loader = shard_loader(DataLoader(Numbers(8), sampler=sampler), 0, 1, 5)
-    for number in (None, 7, 8, None, None, 9):
+    for number in (None, 7, 8, None, None, 9, 9):
         if number is not None:
             sampler.set_epoch(number)
         with loader.position.aside():  # an evaluation, which changes nothing
             flat(epoch(loader))
         flat(epoch(loader))
         told.append(sampler.epoch)
-    assert told == [0, 7, 8, 3, 4, 9]
+    assert told == [0, 7, 8, 3, 4, 9, 9]
+
+
+def test_the_rest_of_an_epoch_has_the_number_that_it_began_with():
+    """In the same process or another, of copies too, and whether or not the script tells it again."""
+
+    def loader_of(sampler):
+        return shard_loader(DataLoader(Numbers(20), 2, sampler=sampler), 0, 1, 5)
+
+    first = loader_of(Hidden())
+    first.sampler.set_epoch(1)
+    given = epoch(first, 3)
+    state = first.state_dict()
+    for loader in (first, loader_of(Hidden()), loader_of(copy.deepcopy(first.sampler))):
+        for number in (None, 1):
+            loader.sampler.set_epoch(4)  # for a pass that is not made
+            loader.load_state_dict(state)
+            if number is not None:
+                loader.sampler.set_epoch(number)
+            more = epoch(loader, 1)
+            loader.load_state_dict(loader.state_dict())
+            iter(loader)  # it is not used
+            assert flat(given + more + epoch(loader)) == [*order_of(1)]
 
 
 def engine_with(train, test=None):

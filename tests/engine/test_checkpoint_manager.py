@@ -98,7 +98,7 @@ def test_the_best_checkpoint_is_kept(world):
             for step, metric in metrics.items():
                 train_step(engine, x)
                 assert checkpoints.due(step, metric) == (step in (1, 2, 11, 15) or step % 3 == 0)
-                checkpoints.save(engine, step, metric=metric)
+                checkpoints.save(engine, np.int64(step), metric=metric)
             engine.finish_saving()
             torch.distributed.barrier()
             kept = {f"step-{step:08d}" for step in (best, max(metrics) - 1, max(metrics))}

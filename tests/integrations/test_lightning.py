@@ -416,18 +416,27 @@ def test_an_eps_that_rounds_to_nothing_is_warned_of():
 
 
 def test_a_hook_of_a_step_may_copy_a_module_with_masters():
-    module, copies = nn.Linear(2, 1, bias=False).bfloat16(), []
-    nn.init.ones_(module.weight)
+    """Also in a second fit with the same optimizer, after a step that failed."""
+    module, copies = nn.Linear(2, 1, bias=False), []
     masters, optimizer = ModuleMasters.of(module), torch.optim.SGD(module.parameters(), lr=1.0)
-    masters.add(module.weight, torch.ones(1, 2))
-    optimizer.register_step_post_hook(lambda *_: copies.append(copy.deepcopy(module)))
-    masters.adopt(optimizer)
-    module.weight.grad = torch.ones_like(module.weight)
-    with masters.unscaling(optimizer):
-        pass
-    optimizer.step()
-    assert len(copies) == 1
-    assert not module.weight.any()
+    optimizer.register_step_post_hook(lambda *_: copies.extend((copy.deepcopy(module), pickle.dumps(module))))
+    for count in (2, 4):
+        nn.init.ones_(module.bfloat16().weight)
+        masters.add(module.weight, torch.ones(1, 2))
+        masters.adopt(optimizer)
+        module.weight.grad = torch.ones_like(module.weight)
+        with masters.unscaling(optimizer):
+            pass
+        optimizer.step()
+        assert len(copies) == count
+        assert not module.weight.any()
+        failing = optimizer.register_step_pre_hook(lambda *_: [].pop())
+        with pytest.raises(IndexError):
+            optimizer.step()
+        failing.remove()
+        masters.restore()
+        assert optimizer.param_groups[0]["params"][0] is module.weight
+    optimizer.step(lambda: None)  # a closure, as without masters
 
 
 def test_copies_of_a_plugin_keep_its_group_and_a_scale_of_lightnings_plugin_is_taken_over():
