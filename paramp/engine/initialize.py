@@ -173,8 +173,8 @@ def _make_weights(
     weights = FlatWeights(module, optimizers, group_of, reduction, numerics, context)
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
-        repoint(one.optimizer, plan.names_of, one)
         one.why_missed = why_weights_are_missed(one.optimizer, plan.names_of, one.by_name())
+        repoint(one.optimizer, plan.names_of, one)
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

@@ -240,35 +240,69 @@ def repoint(
 def why_weights_are_missed(
     optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], stepped: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Why the own step of ``optimizer`` would not reach what :func:`repoint` puts into its groups; None if it would.
+    """Why the own step of ``optimizer`` would go wrong after :func:`repoint`, which is yet to be called; else None.
 
-    An attribute of it holds a parameter in whose place another tensor is stepped; ``stepped`` has these, by name.
+    An attribute of it holds a parameter in whose place another tensor is stepped, or lists a tensor for each parameter,
+    where the groups lose some parameters or get shards. ``stepped`` has the tensors that are stepped, by name.
     """
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim."):  # attributes that the user has added are not read
-        return None
-    for attribute, value in vars(optimizer).items():
-        for one in _held_tensors(value) if attribute not in ("param_groups", "state", "defaults") else ():
-            names = names_of.get(one, []) if isinstance(one, nn.Parameter) else []
-            if any(stepped.get(name, one) is not one for name in names):
+    groups = optimizer.param_groups
+    given = [parameter for group in groups for parameter in group["params"]]
+    before = [parameter.shape for parameter in given]
+    after = [next((stepped[name].shape for name in names_of[one] if name in stepped), None) for one in given]
+    are_paired = after == before or all(shape is None for shape in after)  # with none, the step does nothing
+    for one in with_inner(optimizer):
+        kind = type(one).__name__
+        for attribute, value in _own_attributes(one).items():
+            held = [leaf for leaf in _leaves(value, groups) if isinstance(leaf, torch.Tensor)]
+            parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter) and tensor in names_of]
+            for parameter in parameters:
+                names = names_of[parameter]
+                if any(stepped.get(name, parameter) is not parameter for name in names):
+                    return (
+                        f"optimizer: {kind} holds {names[0]!r} in its attribute {attribute!r}, but in this mode and "
+                        "layout its step has to change another tensor, which param_groups has in place of the "
+                        "parameter; let it take parameters from param_groups in each step"
+                    )
+            is_list = isinstance(value, (list, tuple)) and not parameters
+            if is_list and not are_paired and [tensor.shape for tensor in held] == before:
                 return (
-                    f"optimizer: {kind.__name__} holds {names[0]!r} in its attribute {attribute!r}, but in this mode "
-                    "and layout its step has to change another tensor, which param_groups has in place of the "
-                    "parameter; let it take parameters from param_groups in each step"
+                    f"optimizer: {kind} has a list of a tensor for each parameter, its attribute {attribute!r}, but "
+                    "param_groups lose parameters that are frozen or on other ranks, or get shards; let step() make "
+                    "and find each tensor in self.state[parameter]; for frozen ones alone, leave them out of the "
+                    "optimizer"
                 )
     return None
 
 
-def _held_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``value`` and in containers in it, and those that other optimizers in it step."""
-    if isinstance(value, torch.Tensor):
+def with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """``optimizer``, and the optimizers that attributes of it and of these hold."""
+    found = [optimizer]
+    for one in found:
+        for leaf in _leaves(_own_attributes(one)):
+            if isinstance(leaf, torch.optim.Optimizer) and leaf not in found:
+                found.append(leaf)
+    return found
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of a user's class; those that a user has added to one of torch's optimizers are not read."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return {}
+    return {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")}
+
+
+def _leaves(value: Any, followed: Sequence[dict[str, Any]] = ()) -> Iterator[Any]:
+    """What ``value`` and containers in it hold, and the param groups of optimizers; without the groups ``followed``."""
+    if isinstance(value, torch.optim.Optimizer):
         yield value
-    elif isinstance(value, torch.optim.Optimizer):  # its groups may be the same, or copies
-        for group in value.param_groups:
-            yield from group["params"]
+        yield from _leaves(value.param_groups, followed)
+    elif any(value is group for group in followed):
+        return
     elif isinstance(value, (list, tuple, set, Mapping)):
         for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
-            yield from _held_tensors(one)
+            yield from _leaves(one, followed)
+    else:
+        yield value
 
 
 class SteppedInPlace:
@@ -345,12 +379,16 @@ def replace_zero_grad(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], 
 
 
 class StepGuard:
-    """Raises a ``RuntimeError`` with ``message`` for each ``step()`` of ``optimizer`` outside ``with guard:``."""
+    """Raises a ``RuntimeError`` with ``message`` for each ``step()`` of ``optimizer`` outside ``with guard:``.
+
+    So for each step of the optimizers in it, such as that which a SAM calls in a method of its own.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
         self._message = message
         self._stepping = False
-        optimizer.register_step_pre_hook(self._check)
+        for one in with_inner(optimizer):
+            one.register_step_pre_hook(self._check)
 
     def __enter__(self) -> None:
         self._stepping = True

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ class Holding(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        held = getattr(self.held, "param_groups", self.held)
-        first = next(iter(held))
-        for one in first["params"] if isinstance(first, dict) else held:
+        if isinstance(self.held, torch.optim.Optimizer):
+            self.held.step()
+            return
+        first = next(iter(self.held))
+        for one in first["params"] if isinstance(first, dict) else self.held:
             one.add_(one.grad, alpha=-0.1)
 
 
@@ -69,6 +72,11 @@ FOLLOWING = {
     "the same groups": lambda one: list(one.param_groups),
     "an optimizer of the same groups": lambda one: torch.optim.SGD(one.param_groups, lr=0.1),
 }
+BESIDE = {
+    "a list": lambda one: [[tensor.detach().clone() for tensor in group["params"]] for group in one.param_groups],
+    "an optimizer's list": lambda one: Holding(one.param_groups, BESIDE["a list"]),
+}
+"""What a step pairs with the groups' tensors by their position."""
 STEPS_OTHERS = ["bf16-naive", {"mode": "16-naive", "init_scale": 64.0}, {"mode": "bf16-true", "grad_dtype": "float32"}]
 """Modes in which an optimizer steps other tensors than the model's parameters."""
 
@@ -88,6 +96,9 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
                 before = engine.full_state_dict()["0.weight"]
                 assert train_step(engine, x).stepped
                 assert (engine.full_state_dict()["0.weight"] != before).all()
+                if isinstance(engine.optimizer.held, torch.optim.Optimizer):
+                    with pytest.raises(RuntimeError, match="belongs to an engine"):
+                        engine.optimizer.held.step()
             else:
                 with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
                     engine_of(model, optimizer=make)
@@ -97,6 +108,16 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
         engine.optimizer.add_param_group({"params": [*engine.module[1].parameters()]})
         with pytest.raises(RuntimeError, match="param groups were given other parameters after initialize"):
             train_step(engine, x)
+    for hold in FOLLOWING.values():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model, optimizer, _ = paramp.amp.convert_to_amp(model, Holding(model.parameters(), hold), None, mode)
+        before = model.module[0].weight.clone()
+        optimizer.backward(model(x).square().sum())
+        assert optimizer.step().stepped
+        assert (model.module[0].weight != before).any()
+        if isinstance(optimizer.held, torch.optim.Optimizer):
+            with pytest.raises(RuntimeError, match="the optimizer was converted"):
+                optimizer.held.step()
     model = nn.Sequential(nn.Linear(4, 4))
     if mode == "32-true":
         paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
@@ -104,6 +125,18 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
         with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
             paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
         assert model[0].weight.dtype is torch.float32  # of which the masters of another call are made
+
+
+@pytest.mark.parametrize("mode", ["32-true", *STEPS_OTHERS], ids=str)
+def test_a_list_beside_groups_that_lose_frozen_parameters_is_an_error(mode):
+    for hold, is_frozen in itertools.product(BESIDE.values(), (False, True)):
+        for convert in (engine_of, lambda one, optimizer: paramp.amp.convert_to_amp(one, optimizer, None, mode)):
+            model = nn.Sequential(nn.Linear(4, 4).requires_grad_(not is_frozen), nn.Linear(4, 4))
+            message = r"Holding has a list of a tensor for each parameter, its attribute 'held'.*for frozen ones alone"
+            with paramp.launch_from_torch({"precision": mode}), ExitStack() as stack:
+                if is_frozen:
+                    stack.enter_context(pytest.raises(paramp.ConfigError, match=message))
+                convert(model, optimizer=Holding(model.parameters(), hold))
 
 
 def test_an_attribute_of_torchs_own_optimizers_may_hold_parameters():
@@ -121,6 +154,19 @@ def test_parameters_of_one_stage_that_an_optimizer_holds_are_an_error_on_every_r
         optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), Holding(model[1].parameters(), HELD["a list"])]
         with pytest.raises(paramp.ConfigError, match=r"Holding holds '1\.weight'"):
             engine_of(model, optimizer=optimizers)
+
+
+@on_ranks(2)
+def test_a_list_beside_groups_that_lose_parameters_of_other_ranks_is_an_error_on_every_rank(world):
+    for parallel in ({"pipeline": 2}, {"data": 2, "zero": 1}, {"data": {"shard": 2}}, {"tensor": 2}):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            plan = {"0": "colwise", "1": "rowwise"} if "tensor" in parallel else None
+            with pytest.raises(paramp.ConfigError, match="Holding has a list of a tensor for each parameter"):
+                engine_of(model, optimizer=Holding(model.parameters(), BESIDE["a list"]), plan=plan)
+    with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine_of(model, optimizer=[Holding(layer.parameters(), BESIDE["a list"]) for layer in model])
 
 
 OWN_STEPS = {

@@ -141,16 +141,16 @@ class Weights:
 
 
 def to_be_stepped(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
-    """What :class:`Weights` would step for each trained parameter, by name: itself, or else another tensor."""
+    """What :class:`Weights` would step for each trained parameter, by name: itself, or else another, without values."""
     stepped: dict[str, torch.Tensor] = {}
-    original = torch.empty(0) if precision.masters else None
     for path, child in module.named_modules():
         for name, parameter in child.named_parameters(path, recurse=False):
             keep = precision.keep_batchnorm_fp32
             dtype = stored_dtype(child, name, parameter, precision.weights, keep_batchnorm_fp32=keep)
             if parameter.requires_grad:
-                stored = parameter if parameter.dtype is dtype else nn.Parameter(torch.empty(0, dtype=dtype))
-                stepped[name] = _stepped_for(stored, original)
+                original = local(parameter).detach().to("meta")
+                stored = parameter if parameter.dtype is dtype else nn.Parameter(original.to(dtype))
+                stepped[name] = _stepped_for(stored, original if precision.masters else None)
     return stepped
 
 
