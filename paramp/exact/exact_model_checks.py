@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from ..base.dtensor import version
 from ..base.errors import ConfigError
 from ..base.module_surgery import BATCH_NORMS, num_hooks, run_within
 from ..parallel.expert_balance import StepCounts
@@ -103,4 +104,4 @@ class _ForwardCheck:
 
     def _state(self) -> list[tuple[int, int] | None]:
         buffers: list[torch.Tensor | None] = [child._buffers[name] for _, child, name in self._buffers]
-        return [None if buffer is None else (id(buffer), buffer._version) for buffer in buffers]
+        return [None if buffer is None else (id(buffer), version(buffer)) for buffer in buffers]

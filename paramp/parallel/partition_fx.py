@@ -31,7 +31,7 @@ from ..precision import norms
 from .batch_key import CONSTANTS
 from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
-from .traced_values import IN_PLACE, QUESTIONS, is_size
+from .traced_values import IN_PLACE, QUESTIONS, is_size, shown_kind
 
 MAX_CALLS = 16
 """The number of calls with different inputs whose graphs are cached."""
@@ -252,8 +252,8 @@ class _Interpreter(fx.Interpreter):
         for question in n.meta.get(QUESTIONS, ()):
             if isinstance(value, question.kinds) != question.answer:
                 raise ConfigError(
-                    f"parallel.pipeline.split: the code between modules asks for the class of a {type(value).__name__} "
-                    f"{question.line}, which tracing took for a {question.told.__name__}; ask in a submodule, or split "
+                    f"parallel.pipeline.split: the code between modules asks for the class of a {shown_kind(value)} "
+                    f"{question.line}, which tracing took for a {question.told}; ask in a submodule, or split "
                     "around this code"
                 )
         return value

@@ -2,13 +2,14 @@
 
 Code between modules may change them in place and set their attributes, which is recorded. It may ask for their class:
 it is told what the value seems to be, and each question is kept with its answer, to be asked again of the value itself.
+Functions in C are told the truth: those of torch read the memory of what says that it is a tensor.
 """
 
 from __future__ import annotations
 
-import abc
 import builtins
 import dataclasses
+import dis
 import functools
 import inspect
 import linecache
@@ -24,12 +25,16 @@ import torch
 from torch import fx, nn
 
 from ..base.errors import shown_line
-from ..base.torch_internals import patched
+from ..base.module_surgery import named_tensors
+from ..base.torch_internals import patched, take
 
 QUESTIONS = "questions"
 """The key of a node's ``meta`` for the questions about the class of its value."""
-ASK_FOR_OTHERS = (__file__, abc.__file__, "<frozen abc>", dataclasses.__file__, functools.__file__)
-"""Files of functions such as ``is_tensor``, which ask for the class because their caller does."""
+TREES = inspect.getfile(take("torch.utils._pytree.tree_map_only"))
+ASK_FOR_OTHERS = (__file__, dataclasses.__file__, functools.__file__, torch.__file__, TREES)
+"""Files of functions such as ``torch.is_tensor``, which ask for the class because their caller does."""
+CHECK = "__instancecheck__"
+"""The method of abstract and other classes that asks for the class because a ``match`` does."""
 HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
 """The folders of torch and paramp, whose own code has to know a traced value; torchvision lies beside them."""
 
@@ -38,7 +43,7 @@ HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Pat
 class Question:
     """Whether a value is one of ``kinds``, as in ``isinstance(value, kinds)``."""
 
-    told: type
+    told: str
     """What the value is taken for."""
     kinds: Any
     answer: bool
@@ -53,16 +58,12 @@ class Recorded(fx.Proxy):
 
     @property  # type: ignore[misc]  # its value cannot be set
     def __class__(self) -> type:
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename in ASK_FOR_OTHERS:
-            frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith(HANDLE_PROXIES) or is_size(self.node):
+        frame = _asking_frame()
+        if frame is None or is_size(self.node) or not _reads_class():
             return Recorded
-        asked: list[Question] = self.node.meta.setdefault(QUESTIONS, [])
-        told = asked[0].told if asked else self.tracer.class_of(self.node)
-        asked.append(Question(told, told, True, line_of(frame)))  # as a match asks; isinstance changes it
-        self.tracer.asked.append(asked[-1])
-        return told
+        kind = type(self.tracer.stand_in(self.node))
+        _answer(self, kind, frame)  # as a match asks
+        return kind
 
     def __getattr__(self, k: str) -> fx.proxy.Attribute:
         return _RecordedAttribute(self, k)
@@ -72,6 +73,39 @@ class Recorded(fx.Proxy):
             object.__setattr__(self, name, value)
         else:
             self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
+
+
+def _asking_frame() -> FrameType | None:
+    """The frame of the model's code that asks for a class; None if torch or paramp ask."""
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_filename in ASK_FOR_OTHERS or frame.f_code.co_name == CHECK):
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(HANDLE_PROXIES) else frame
+
+
+def _reads_class() -> bool:
+    """Whether Python itself asks for a class: for the attribute, or for a pattern of a ``match``. Else it is C code."""
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name == CHECK):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    step = [step for step in dis.get_instructions(frame.f_code) if step.offset <= frame.f_lasti][-1]
+    return step.opname == "MATCH_CLASS" or step.argval == "__class__"
+
+
+def _answer(value: Recorded, kinds: Any, frame: FrameType) -> bool:
+    """Whether ``value`` seems to be one of ``kinds``. The question of ``frame`` is kept with the answer."""
+    stand_in = value.tracer.stand_in(value.node)
+    answer = isinstance(stand_in, kinds)
+    value.node.meta.setdefault(QUESTIONS, []).append(Question(shown_kind(stand_in), kinds, answer, line_of(frame)))
+    return answer
+
+
+def shown_kind(value: Any) -> str:
+    """The class of ``value``, and the dtype of a tensor: ``torch.FloatTensor`` is a class of some."""
+    name = type(value).__name__
+    return f"{name} of {value.dtype}" if isinstance(value, torch.Tensor) else name
 
 
 class _RecordedAttribute(Recorded, fx.proxy.Attribute):
@@ -98,8 +132,8 @@ class ValueTracer(fx.Tracer):
         super().__init__()
         self._calls: dict[fx.Node, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
         """Modules that are not traced, and their arguments."""
-        self.asked: list[Question] = []
-        """The latest questions, of which those that isinstance has asked are no more."""
+        self._stand_ins: dict[fx.Node, Any] = {}
+        """What values are taken for, of whose class the forward has asked."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Recorded(node, self)
@@ -112,13 +146,20 @@ class ValueTracer(fx.Tracer):
             self._calls.setdefault(output.node, (m, args, kwargs))
         return output
 
-    def class_of(self, node: fx.Node) -> type:
+    def stand_in(self, node: fx.Node) -> Any:
         """What the value of ``node`` is taken for: a tensor, or what the forward of a module returns when traced."""
+        if node not in self._stand_ins:
+            self._stand_ins[node] = self._taken_for(node)
+        return self._stand_ins[node]
+
+    def _taken_for(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return dict(named_tensors(self.root))[str(node.target)]
         if node not in self._calls:
             divides = getattr(node.target, "__name__", node.target) in ("chunk", "split", "unbind")
-            return tuple if divides else torch.Tensor
+            return () if divides else torch.empty(0)
         returned = self.returned_by(*self._calls[node])
-        return returned.tracer.class_of(returned.node) if issubclass(type(returned), Recorded) else type(returned)
+        return returned.tracer.stand_in(returned.node) if issubclass(type(returned), Recorded) else returned
 
     def returned_by(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward of ``module`` returns when it is traced; a tensor if it cannot be."""
@@ -131,20 +172,12 @@ def answering() -> Iterator[None]:
     is_instance = builtins.isinstance
 
     def asking(value: Any, kinds: Any) -> bool:
-        if not issubclass(type(value), Recorded):
+        frame = _asking_frame() if issubclass(type(value), Recorded) else None
+        if frame is None or kinds is fx.Proxy or is_size(value.node):  # Proxy: whether it is traced
             return is_instance(value, kinds)
-        asked = value.tracer.asked
-        before = len(asked)
-        answer = is_instance(value, kinds)
-        while len(asked) > before:  # one for each of kinds, if it asks at all
-            question = asked.pop()
-            question.kinds, question.answer = kinds, answer
-        return answer
+        return _answer(value, kinds, frame)
 
-    def is_tensor(value: Any) -> bool:
-        return isinstance(value, torch.Tensor)  # torch's own asks in a file of torch
-
-    with patched(torch, "is_tensor", is_tensor), patched(builtins, "isinstance", asking):
+    with patched(builtins, "isinstance", asking):
         yield
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
+from paramp.exact.exact_model_checks import check_buffers
 from paramp.parallel.tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from paramp.parallel.tensor.styles import ExpertSlices
 
@@ -53,6 +54,14 @@ def test_modules_are_refused_by_name(module, message):
     start(behind(tied(2)))
     with pytest.raises(paramp.ConfigError, match=message):
         start(behind(module))
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_not_changed():
+    layer = nn.Linear(4, 4)
+    with torch.inference_mode():
+        layer.register_buffer("fixed", torch.ones(4))
+    check_buffers({0: layer})
+    assert all(layer(torch.ones(4)).requires_grad for _ in range(2))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from beside_plain import adamw, randn, seeded, train_both
 from families import number, rarely
 from pool import on_ranks
 from small_engines import engine_of
-from torch import nn
+from torch import is_tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 from traceable import Decoder, Nested, UNet, build
 
 import paramp
@@ -204,6 +205,7 @@ def drawn_from_a_closure(generator):
     [
         (Branching(), None, r"Branching is not an nn\.Sequential.*_fx\.py:\d+ .*control flow.*into a submodule"),
         (Silent(), None, r"inside torch\.no_grad"),
+        (Two(lambda module, y: torch.as_tensor(y)), None, r"_fx\.py:\d+ .*torch\.as_tensor\(y\)"),
         (Moving(), None, r"it changes 'two\.weight', which it gets from parameters\(\) or the like, outside of its"),
         (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
@@ -309,7 +311,10 @@ def matched(module, y):
         case torch.Tensor():
             return y
         case tuple() as pair:
-            return pair[0] * 2
+            y = pair[0] * 2
+    match y.chunk(2, -1):
+        case Sequence() as halves:
+            return halves[1].repeat(1, 2)
 
 
 @functools.singledispatch
@@ -336,6 +341,12 @@ def with_other_data(module, y):
         lambda module, y: y if isinstance(y.device.type, str) or isinstance(y.requires_grad, bool) else y * 1,
         lambda module, y: y * (y.shape[1].unsqueeze(0) if isinstance(y.shape[1], torch.Tensor) else y.shape[1]),
         lambda module, y: y * 2 if y.__class__ is torch.Tensor else y,
+        lambda module, y: y * 2 if isinstance(y, (int, torch.FloatTensor)) else y,
+        lambda module, y: y * 2 if isinstance(module.one.weight, nn.Parameter) else y,
+        lambda module, y: y * 2 if is_tensor(y) else y,
+        lambda module, y: tree_map_only(torch.Tensor, lambda one: one * 2, [y])[0],
+        lambda module, y: torch.where(y > 0, y, 0.0),
+        lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
         changed_through_a_view,
         with_other_data,
@@ -348,15 +359,16 @@ def test_classes_and_changes_in_place_are_those_of_one_process(between):
 
 
 @pytest.mark.parametrize(
-    "between",
+    ("between", "kind"),
     [
-        lambda module, y: y if isinstance(y := module.opaque(y), torch.Tensor) else y[0],
-        lambda module, y: dispatched(module.opaque(y)),
+        (lambda module, y: y if isinstance(y := module.opaque(y), torch.Tensor) else y[0], "tuple"),
+        (lambda module, y: dispatched(module.opaque(y)), "tuple"),
+        (lambda module, y: y if isinstance(y.double(), torch.FloatTensor) else -y, r"Tensor of torch\.float64"),
     ],
 )
-def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another(between):
+def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another(between, kind):
     _, (first, _) = partition_of(Asking(between), "two")
-    with pytest.raises(paramp.ConfigError, match=r"class of a tuple at test_partition_fx\.py.* took for a Tensor"):
+    with pytest.raises(paramp.ConfigError, match=rf"class of a {kind} at test_partition_fx\.py.* took for a Tensor"):
         first(torch.ones(2, 4))
 
 

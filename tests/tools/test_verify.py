@@ -240,6 +240,8 @@ class RunningMean(nn.Linear):
         super().__init__(width, width)
         self.norm = nn.BatchNorm1d(width)
         self.register_buffer("mean", torch.zeros(width))
+        with torch.inference_mode():
+            self.register_buffer("fixed", torch.ones(width), persistent=False)
 
     def forward(self, x):
         with torch.no_grad():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.dtensor import as_real, is_dtensor, is_inexact, local
+from ...base.dtensor import as_real, is_dtensor, is_inexact, local, version
 from ...base.module_surgery import PassThrough
 from ...base.trees import tensors
 from ...distributed.rng import random_states
@@ -116,7 +116,7 @@ class ActivationRecorder:
             yield
         finally:
             self._microbatch = self._random = None
-            changed = (name for name, version in self._versions().items() if version != before.get(name, version))
+            changed = (name for name, now in self._versions().items() if now != before.get(name, now))
             self.record.updated = self.record.updated or next(changed, None)
 
     def _record(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -138,7 +138,7 @@ class ActivationRecorder:
         for name, module in self._modules:
             if getattr(module, "running_mean", None) is None:
                 own = module.named_buffers(prefix=name, recurse=False)
-                found |= {path: (id(buffer), buffer._version) for path, buffer in own}
+                found |= {path: (id(buffer), version(buffer)) for path, buffer in own}
         return found
 
     def _keep_random_state(self, *_: Any) -> None:
