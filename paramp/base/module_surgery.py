@@ -255,22 +255,38 @@ SCORE_BIAS = "e_score_correction_bias"
 
 
 def cast_parameters(
-    module: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool = False, untrained: torch.dtype | None = None
+    module: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep_batchnorm_fp32: bool = False,
+    untrained: torch.dtype | None = None,
+    replace: bool = False,
 ) -> None:
     """Store the floating-point parameters and buffers of ``module`` in ``dtype``; those of several names stay one.
 
-    With ``keep_batchnorm_fp32``, those of batch norms are stored in fp32. ``untrained``: another dtype for
-    frozen parameters and for buffers.
-    Parameters are replaced, not changed in place, because assigning ``.data`` does not work for DTensors.
+    Parameters stay the same objects, as in ``module.half()``, but lose their gradients. DTensors and parameters of
+    other classes of tensors are replaced, because ``.data`` of these cannot be assigned.
+
+    Args:
+        keep_batchnorm_fp32: store those of batch norms in fp32.
+        untrained: another dtype for frozen parameters and for buffers.
+        replace: replace all parameters, so that the old ones keep their values.
     """
-    cast: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # buffers that have several names
+    seen: set[nn.Parameter] = set()  # those that have several names
+    cast: dict[tuple[torch.Tensor, torch.dtype], torch.Tensor] = {}  # and such buffers
     with keeping_ties(module):
         for submodule in module.modules():
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 in_dtype = dtype if parameter.requires_grad else untrained or dtype
                 wanted = stored_dtype(submodule, name, parameter, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
-                if parameter.dtype is not wanted:
-                    setattr(submodule, name, _in_dtype(parameter, wanted))
+                if parameter.dtype is not wanted and parameter not in seen:
+                    value = parameter.detach().to(wanted)
+                    if replace or type(value) is not torch.Tensor:
+                        new = nn.Parameter(value, parameter.requires_grad)
+                        setattr(submodule, name, carry_over(parameter, new))
+                    else:
+                        parameter.data, parameter.grad = value, None
+                seen.add(parameter)
             for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
                 in_dtype = untrained or dtype
                 wanted = stored_dtype(submodule, name, buffer, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
@@ -298,10 +314,6 @@ def stored_dtype(
     if not isinstance(tensor, nn.Parameter) and (is_router(module) or name == SCORE_BIAS):
         return torch.promote_types(dtype, tensor.dtype)
     return torch.float32 if keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS) else dtype
-
-
-def _in_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    return carry_over(parameter, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
 
 
 def carry_over(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

@@ -30,6 +30,7 @@ from ..distributed.exact_mode_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
+from ..optim.user_changes.former_parameters import check_former, former_parameters
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps, why_weights_are_missed
 from .engine import Engine
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
@@ -177,4 +178,11 @@ def _make_weights(
         repoint(one.optimizer, plan.names_of, one)
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
+    if former := former_parameters(plan.names_of, module):
+
+        def before_batch() -> None:
+            weights.put_back()
+            check_former(former)
+
+        weights.gradients.before_batch = before_batch
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)

@@ -102,7 +102,7 @@ class FlatGradients:
         for_norm: the gradients that this rank counts, 1-dim and split at blocks of the norm, and their norm weights.
         overflow: 0-dim float32, set to 1 by modules that hide an overflow from their gradients (float8).
         fail: called with an error for gradients that a step cannot use.
-        before_batch: called before the forward of each batch.
+        before_batch: called before the forward of each batch, and before each step.
     """
 
     def __init__(

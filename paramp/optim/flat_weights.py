@@ -87,7 +87,7 @@ class FlatWeights:
             stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts
         originals = cast_weights(module, stored, untrained=precision.weights)
         for tie in reduction.ties:
-            tie.parameter = module.get_parameter(tie.name)  # the cast made new parameters
+            tie.parameter = module.get_parameter(tie.name)  # the cast replaces DTensors
         trained, self.frozen = trained_and_frozen(module)
         self.is_partitioned = context.config.parallel.zero > 0 and context.batch_axis.size > 1
         sizes = {} if units is None else units.padded_sizes()
@@ -350,7 +350,7 @@ def cast_weights(
         If the mode has masters, the local part of each weight before the cast, by name: the masters' initial values.
     """
     named = module.named_parameters() if precision.masters else ()
-    originals = {name: local(parameter).detach() for name, parameter in named}
+    originals = {name: local(parameter).data for name, parameter in named}  # with version counters of their own
     keep = precision.keep_batchnorm_fp32
     cast_parameters(module, precision.weights, keep_batchnorm_fp32=keep, untrained=untrained)
     return originals

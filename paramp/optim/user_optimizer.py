@@ -140,8 +140,7 @@ def _comparable(value: Any) -> str:
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step()`` has an argument without a default."""
-    parameters = inspect.signature(type(optimizer).step).parameters.values()
-    own = [one for one in parameters if one.name != "self"]
+    own = [*inspect.signature(type(optimizer).step).parameters.values()][1:]  # the first one is the optimizer
     return any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in own)
 
 

@@ -170,7 +170,9 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
     with paramp.launch_from_torch({"precision": mode}):
         model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), Net(), nn.Linear(3, 16).requires_grad_(False))
         model.append(nn.Linear(16, 16))  # of which float8 takes the sizes
+        given = dict(model.named_parameters())
         engine = engine_of(model)
+        assert all(model.get_parameter(name) is one for name, one in given.items())
         kept = ["1.bias", "1.weight"] if mode == "O2" else []
         for name, parameter in model.named_parameters():
             assert parameter.dtype is (torch.float32 if name in kept else engine.precision.weights), name

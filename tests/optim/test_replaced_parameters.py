@@ -4,6 +4,8 @@ import copy
 import functools
 import io
 import pickle
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +23,17 @@ NAIVE = {"mode": "16-naive", "init_scale": 4.0}
 def net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Recurrent(nn.LSTM):
+    """Computes with a list of its parameters."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return super().forward(x)[0]
 
 
 def new_values(module):
@@ -58,10 +71,10 @@ def one_step(engine, **options):
     return engine.step()
 
 
-def trained(replace, **config):
+def trained(replace, model=net, **config):
     """The whole model after a step, ``replace``, and two more, of which the last is in a loop of calls."""
     with paramp.launch_from_torch(config):
-        engine = engine_of(net(), optimizer=sgd)
+        engine = engine_of(model(), optimizer=sgd)
         for step in range(3):
             if step == 1:
                 replace(engine.module)
@@ -73,15 +86,15 @@ def trained(replace, **config):
         return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("replace", [assign, set_modules])
-def test_new_parameters_are_trained_from_their_values(replace):
-    model = net()
+@pytest.mark.parametrize(("replace", "make"), [(assign, net), (set_modules, net), (assign, Recurrent)])
+def test_new_parameters_are_trained_from_their_values(replace, make):
+    model = make()
     optimizer = sgd(model.parameters())
     for step in range(3):
         if step == 1:
             in_place(model)
         plain_step(model, optimizer, X, Y)
-    assert_trained(trained(replace), model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
+    assert_trained(trained(replace, make), model.state_dict(), new_values(model), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["32-true", NAIVE], ids=str)
@@ -218,3 +231,34 @@ def test_what_torch_refuses_of_a_sharded_module_and_what_serves_instead(world, p
         if "data" in parallel:
             with pytest.raises(pickle.PicklingError):
                 torch.save(engine.module, io.BytesIO())
+
+
+REPLACING = {
+    "fsdp2": ({"data": {"shard": 2}}, "cpu"),
+    "tp2": ({"tensor": 2}, "cpu"),
+    "meta": ({"data": 2}, "meta"),
+}
+
+
+@pytest.mark.parametrize("layout", REPLACING)
+@on_ranks(2)
+def test_a_use_of_parameters_from_before_initialize_that_it_has_replaced_is_an_error(world, layout):
+    """Also after one was caught. Their memory is not kept."""
+    parallel, device = REPLACING[layout]
+    with paramp.launch_from_torch({"parallel": parallel}):
+        with torch.device(device):
+            model = net()
+        held, other = model[2].weight, weakref.ref(model[0].weight)
+        engine = engine_of(model, plan={"0": "colwise", "2": "rowwise"} if layout == "tp2" else None)
+        assert other() is None
+        for use, problem in (
+            (lambda: held.sum().backward(), "has a gradient"),
+            (lambda: held.requires_grad_(False), "was changed"),
+            (lambda: held.requires_grad_(), None),
+            (lambda: held.detach().mul_(0.5), "was changed"),
+        ):
+            use()
+            message = rf"'2\.weight' of the model that initialize was given {problem}"
+            with pytest.raises(RuntimeError, match=message) if problem else nullcontext():
+                assert one_step(engine).stepped
+            engine.zero_grad()

@@ -39,8 +39,8 @@ def test_an_optimizer_that_evaluates_the_model_or_needs_sparse_gradients_is_refu
 
 
 class Moving(torch.optim.SGD):
-    def step(self, closure=None):
-        for one in self.param_groups[0]["params"]:
+    def step(this, closure=None):  # under another name than self
+        for one in this.param_groups[0]["params"]:
             one.data = one.data - 0.1 * one.grad
 
 
@@ -121,6 +121,8 @@ def test_a_step_that_would_be_lost_is_an_error(mode):
     model = nn.Sequential(nn.Linear(4, 4))
     if mode == "32-true":
         paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)
+        model = nn.Sequential(nn.Linear(4, 4))
+        paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, "bf16-true")
     if mode == "bf16-naive":
         with pytest.raises(paramp.ConfigError, match=r"Holding holds '0\.weight' in its attribute 'held'"):
             paramp.amp.convert_to_amp(model, Holding(model.parameters(), HELD["a list"]), None, mode)

@@ -247,11 +247,12 @@ def test_a_gradient_that_the_first_batch_had_not_is_an_error(world):
             engine.forward_backward(x, x)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
+@pytest.mark.parametrize(("schedule", "mode"), [("1f1b", "32-true"), ("interleaved-zero-bubble", "bf16-naive")])
 @on_ranks(2)
-def test_a_criterion_of_weights_of_another_stage_is_an_error_on_every_rank(world, schedule):
-    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule}}}):
+def test_a_criterion_of_weights_of_another_stage_is_an_error_on_every_rank(world, schedule, mode):
+    with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "schedule": schedule}}, "precision": mode}):
         model, x, used = chain(4, 4, 4, 4, 4), torch.ones(4, 4), []
+        last = model[3].weight
         engine = engine_of(model, lambda output, _: output.mean() + sum(weight.square().sum() for weight in used))
         used.append(model[0].weight)
         with pytest.raises(
@@ -259,8 +260,9 @@ def test_a_criterion_of_weights_of_another_stage_is_an_error_on_every_rank(world
         ):
             engine.forward_backward(x, x)
         engine.zero_grad()
-        used[0] = model[3].weight  # of the last stage
+        used[0] = last  # of the last stage
         engine.forward_backward(x, x)
+        assert (last.grad is None) == ("3.weight" not in dict(engine.named_parameters()))
         assert engine.step().stepped
         model[0].register_forward_hook(lambda _, inputs, output: output + used[0].sum())  # on the other rank
         with pytest.raises(paramp.ConfigError, match=r"it uses '3\.weight' of the model"):

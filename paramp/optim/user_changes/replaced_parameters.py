@@ -71,7 +71,7 @@ class ModelParameters:
             own.requires_grad_(value.requires_grad)
             for name in given:
                 owner, _, leaf = name.rpartition(".")
-                self._module.get_submodule(owner)._parameters[leaf] = own
+                setattr(self._module.get_submodule(owner), leaf, own)  # an RNN has it in a list too
         self._record()
         self.replaced([*replaced])
         return list(replaced)

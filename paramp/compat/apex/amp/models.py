@@ -57,7 +57,7 @@ def cast_models(models: Sequence[nn.Module], precision: Precision) -> list[tuple
     """
     together = nn.ModuleList(models)
     before = dict(together.named_parameters(remove_duplicate=False))
-    cast_parameters(together, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32)
+    cast_parameters(together, precision.weights, keep_batchnorm_fp32=precision.keep_batchnorm_fp32, replace=True)
     return [(before[name], new) for name, new in together.named_parameters() if new is not before[name]]
 
 

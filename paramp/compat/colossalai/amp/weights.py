@@ -149,7 +149,8 @@ def to_be_stepped(module: nn.Module, precision: Precision) -> dict[str, torch.Te
             dtype = stored_dtype(child, name, parameter, precision.weights, keep_batchnorm_fp32=keep)
             if parameter.requires_grad:
                 original = local(parameter).detach().to("meta")
-                stored = parameter if parameter.dtype is dtype else nn.Parameter(original.to(dtype))
+                casts = precision.masters and parameter.dtype is not dtype
+                stored = nn.Parameter(original.to(dtype)) if casts else parameter
                 stepped[name] = _stepped_for(stored, original if precision.masters else None)
     return stepped
 
