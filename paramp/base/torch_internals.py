@@ -222,7 +222,8 @@ INVENTORY = (
     Private(
         GROUP,
         "_all_gather_result _all_reduce_state _partial_reduce_output _post_forward_indices _post_reduce_event "
-        "_reshard_after_forward_event _training_state fsdp_params is_sharded post_backward reduce_grads",
+        "_reshard_after_forward_event _training_state fsdp_params is_sharded post_backward reduce_grads "
+        "wait_for_unshard",
         "gathering what a step has written, and completing gradients before they are reduced",
     ),
     Private(

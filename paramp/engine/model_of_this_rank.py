@@ -21,6 +21,7 @@ from ..parallel.fsdp.units import ShardedUnits
 from ..parallel.materialize import materialize, outline
 from ..parallel.model_families import slices_experts
 from ..parallel.partition import buffers_of_several
+from ..parallel.returned_parts import refuse_returned_parts
 from ..pipeline.joined_stages import Joined
 from ..pipeline.stage import Stage, Stages
 from ..pipeline.tied_stages import tie_stages
@@ -141,6 +142,8 @@ def _stages(
         ends = {"is_first": index == 0, "is_last": index == last}
         stages.append(Stage(part, context.config.precision, context.device, **ends, random=random))
         stages[-1].keeps_dtypes, stages[-1].shared_buffers = numerics.keeps_dtypes, shared_buffers
+        if index == last:
+            refuse_returned_parts(part)
     return stages
 
 

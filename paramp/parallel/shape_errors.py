@@ -20,7 +20,7 @@ from ..base.errors import ConfigError, at_users_line, one_line
 
 PLAN_ENTRY = "_paramp_plan_entry"
 """The attribute of a sharded module with the entry of the plan, as messages show it."""
-ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|split_with_sizes)\b")
+ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|split_with_sizes|should contain \d+ elements)\b")
 WRITTEN = (
     "If the model runs without tensor parallelism, a size of the whole layer is written into it: write -1 for the "
     "number of heads, as in view(batch, length, -1, head_size), or take it from the tensor's shape; or choose another "

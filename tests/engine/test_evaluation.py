@@ -1,5 +1,7 @@
 """The loss over a loader: each sample once, whatever the batches, the layout and the microbatches."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,7 +67,7 @@ LAYOUTS = {
 def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
     """4 + 4 + 3 samples over two data ranks are 6 and 5; over four microbatches 3 are fewer than one each.
 
-    It leaves modes of modules, random numbers and gradients as they were.
+    It leaves modes of modules, random numbers and gradients as they were. A step can follow one in inference mode.
     """
     plain = seeded(build).eval()
     with torch.no_grad():
@@ -84,12 +86,15 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                     plan={"0": "colwise", "3": "rowwise"} if context.tp.size > 1 else None,
                 )
                 before = [module.training for module in engine.module.modules()], torch.get_rng_state().tolist()
-                for given in (loader, Wrapped(loader)):
-                    torch.testing.assert_close(engine.evaluate(given), expected, rtol=1e-5, atol=0)
+                for given, guard in ((loader, torch.inference_mode), (Wrapped(loader), nullcontext)):
+                    with guard():
+                        torch.testing.assert_close(engine.evaluate(given), expected, rtol=1e-5, atol=0)
                 assert ([one.training for one in engine.module.modules()], torch.get_rng_state().tolist()) == before
                 assert not any(one.grad is not None and one.grad.any() for one in engine.parameters())
                 if name in ("shuffled", "sampler"):  # a later iteration fills the last round again
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
+                engine.forward_backward(X[:8], Y[:8])
+                assert engine.step().stepped
 
 
 def test_a_sum_counts_once_where_its_count_is_0():

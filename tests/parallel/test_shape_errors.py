@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
+from small_engines import engine_of
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import paramp
 
@@ -30,7 +32,7 @@ def build(heads, outputs=24):
 
 
 MESSAGE = (
-    "model: '1' fails at test_shape_errors.py:21, 'heads = self.qkv(x).view(batch, length, self.heads, 3, 2)', on a "
+    "model: '1' fails at test_shape_errors.py:23, 'heads = self.qkv(x).view(batch, length, self.heads, 3, 2)', on a "
     "tensor rank: shape '[2, 3, 4, 3, 2]' is invalid for input of size 72. There, '1.qkv' (plan['*.qkv'] = 'colwise') "
     "has a weight of (12, 8), of (24, 8); '1.out' (plan['1.out'] = 'rowwise')"
 )
@@ -53,6 +55,45 @@ def test_a_written_number_of_heads_is_named_on_every_rank(world, axis):
             undivided = r"\. The 18 outputs are 3 heads of 6, and 2 tensor ranks do not divide 3 heads: choose a paral"
             with pytest.raises(paramp.ConfigError, match=undivided):
                 build(heads, outputs=18).forward_backward(x, x)
+        if axis == "data":
+            norm = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+            with pytest.raises(paramp.ConfigError, match=r"contain 8 elements not 16\. There, '0' \(plan\['0'\]"):
+                engine_of(norm, plan={"0": "colwise", "2": "rowwise"}).forward_backward(x[:, 0], x[:, 0])
+
+
+class Head(nn.Module):
+    """Returns a view of what its layer does, in these ``modes``, and a copy of its input in others."""
+
+    def __init__(self, *modes):
+        super().__init__()
+        self.layer, self.modes = nn.Linear(8, 8), modes
+
+    def forward(self, x):
+        return self.layer(x).transpose(1, 2) if self.training in self.modes else x.clone()
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+@on_ranks(4)
+def test_a_model_that_returns_a_part_of_its_features_is_refused_on_every_rank(world, axis):
+    x = torch.ones(4, 3, 8)
+    refused = (
+        r"^plan.*1.* = .*olwise.*: the model returns what '1.*' does, which on .* choose colwise_gather for it, or"
+    )
+    with paramp.launch_from_torch({"parallel": {"tensor": 2, axis: 2}}):
+        for style in ("colwise", "packed_colwise_2", ColwiseParallel()):
+            for name, last in {"1": nn.Linear(8, 8), "1.layer": Head(True, False)}.items():
+                engine = engine_of(nn.Sequential(nn.Linear(8, 8), last), plan={name: style})
+                calls = [(engine.forward_backward, x, x), (engine.evaluate, x, x), (engine, x)]
+                for call, *batch in calls if axis == "data" else calls[:2]:
+                    with pytest.raises(paramp.ConfigError, match=refused):
+                        call(*batch)
+                    engine.zero_grad()
+        engine = engine_of(nn.Sequential(nn.Linear(8, 8), Head(False)), plan={"1.layer": "colwise"})
+        assert engine.forward_backward(x, x).isfinite()
+        with pytest.raises(paramp.ConfigError, match=refused):
+            engine.evaluate(x, x)
+        engine = engine_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), plan={"1": "colwise_gather"})
+        assert engine.forward_backward(x, x).isfinite()
 
 
 def test_an_error_without_sharded_layers_is_the_models_own():

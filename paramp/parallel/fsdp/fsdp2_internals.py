@@ -6,7 +6,7 @@ What they are, and which version has which: :mod:`paramp.base.torch_internals`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -70,6 +70,15 @@ def drop_prefetched(group: Any) -> None:
             # Not of torch.accelerator's stream, whose wait_event does not wait for a torch.cuda.Event.
             group.device_handle.current_stream().wait_event(result.all_gather_event)
         group._all_gather_result = None
+
+
+def outside_inference_mode(gather: Callable[[], None]) -> None:
+    """Call ``gather``. In the first batch it makes the gathered parameters of later ones too, which are trained."""
+    if not torch.is_inference_mode_enabled():
+        gather()
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        gather()
 
 
 def held(one: Any) -> Any:

@@ -14,11 +14,11 @@ and pipeline parallelism.
 In modes with autocast, weights of linear and convolution layers are gathered in the compute dtype, to which autocast
 would cast them: its copies of gathered weights would stay until the backward.
 
-Six things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
+Seven things are done with private attributes of torch's, each in one method here: the parameters' memory becomes a part
 of the flat buffers; parameters of one unit are gathered in two dtypes; partial sums over tensor ranks are reduced in
 ``reduce_dtype`` too (pytorch #190626, which 2.15 has mended); a parameter that got no gradient on this rank is reduced
 as zeros, because other ranks may have one; gathered parameters that were trained for a trial are as frozen as their
-shards again; and what a failed batch left is dropped.
+shards again; what a failed batch left is dropped; and what is gathered in inference mode can be trained.
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ class ShardedUnits:
         for group in fsdp2_internals.groups(unit):
             own = group.post_backward
             group.post_backward = partial(self._post_backward, group, own)
+            gathering = group.wait_for_unshard
+            group.wait_for_unshard = partial(fsdp2_internals.outside_inference_mode, gathering)
             if any(map(self._is_gathered_in_half, group.fsdp_params)):
                 for one in group.fsdp_params:
                     one.init_dtype_attrs = partial(self._init_dtypes, one, one.init_dtype_attrs)

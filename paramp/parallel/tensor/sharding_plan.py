@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from ...base.dtensor import is_dtensor
 from ...base.errors import ConfigError, nearest
 from ...base.module_surgery import PassThrough, carry_over, keeping_ties, matches, turn_off_fast_path
+from ..returned_parts import RETURNS_PART
 from ..shape_errors import PLAN_ENTRY
 from .colwise_and_rowwise import Colwise, PackedColwise, Rowwise
 from .expert_slices import ExpertSlices
@@ -181,6 +182,7 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
                 setattr(
                     submodule, PLAN_ENTRY, getattr(styles[name], PLAN_ENTRY, f"plan: {type(styles[name]).__name__}")
                 )
+                setattr(submodule, RETURNS_PART, _returns_part(styles[name]))
         turn_off_fast_path(module, styles)
         for name, old in before.items():
             new = module.get_parameter(name)
@@ -191,6 +193,13 @@ def apply_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Dev
             if any(layout != layouts[0] for layout in layouts):
                 tied = " and ".join(names)
                 raise ConfigError(f"plan: {tied} are one parameter, but the plan shards them differently")
+
+
+def _returns_part(style: ParallelStyle) -> bool:
+    """Whether a layer with ``style`` returns this rank's part, a plain tensor; classes derived from it may not."""
+    kind, layouts = type(style), cast(Any, style)
+    of_torch = kind in (Colwise, ColwiseParallel) and layouts.use_local_output
+    return kind is PackedColwise or (of_torch and not layouts.output_layouts[0].is_replicate())
 
 
 def _first_by_position(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
