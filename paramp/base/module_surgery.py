@@ -5,18 +5,22 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from .dtensor import local
 from .errors import ConfigError
-from .torch_internals import expect
+from .torch_internals import expect, take
+from .uncompiled import unwatched
+from .wrapped_models import is_unit
 
 expect("torch._debug_has_internal_overlap", "torch.nn.modules.batchnorm._BatchNorm")
 
+storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 
@@ -32,9 +36,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """A shallow copy; unlike ``copy.copy``, also of modules that refuse to be pickled, such as parametrized ones."""
     copied: nn.Module = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__)
-    forward = vars(module).get("forward")
-    if isinstance(forward, MethodType) and forward.__self__ is module:
-        replace_forward(copied, forward.__func__)
+    for name in ("forward", "train"):
+        method = vars(module).get(name)
+        if isinstance(method, MethodType) and method.__self__ is module:
+            copied.__dict__[name] = MethodType(method.__func__, copied)
     return copied
 
 
@@ -145,23 +150,49 @@ def with_parameters(module: nn.Module, values: Mapping[str, torch.Tensor | None]
         module._parameters = own
 
 
-def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "") -> nn.Module:
+def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "", *, in_own_train: bool = False) -> nn.Module:
     """A copy of ``module`` with only the modules, parameters and buffers ``paths``, under their names in it.
 
-    The modules that contain them are copied; the named ones are shared.
+    The modules that contain them are copied; the named ones are shared. A ``train`` that a class defines may set the
+    modes of other modules in it, and gets stand-ins of these without memory. ``in_own_train``: there is one further up.
     """
     part = shallow_copy(module)
+    if has_own_train := type(module).train is not nn.Module.train:
+        part.__dict__["train"] = MethodType(_train_with_absent, part)
+    in_own_train |= has_own_train
     part._modules = {}
     for name, child in module._modules.items():  # named_children() skips a module's second name
         path = f"{prefix}{name}"
         if child is None or path in paths:
             part._modules[name] = child
         elif any(wanted.startswith(f"{path}.") for wanted in paths):
-            part._modules[name] = keep_only(child, paths, f"{path}.")
+            part._modules[name] = keep_only(child, paths, f"{path}.", in_own_train=in_own_train)
+    if in_own_train:
+        children = module._modules.items()
+        part.__dict__[ABSENT] = {
+            name: None if child is None or name in part._modules else copy_on_meta(child) for name, child in children
+        }
     for kind in ("_parameters", "_buffers"):
         tensors = getattr(module, kind).items()
         kept = {name: value for name, value in tensors if value is None or f"{prefix}{name}" in paths}
         part.__dict__[kind] = kept
+    return part
+
+
+ABSENT = "_paramp_absent"
+"""The attribute of a part of a module with all names of its children, in their order, and stand-ins of absent ones."""
+
+
+def _train_with_absent(part: nn.Module, mode: bool = True) -> nn.Module:
+    """Call the ``train`` of the class of ``part`` as if it and the parts in it had all of their children."""
+    incomplete = [(one, one._modules) for one in part.modules() if ABSENT in vars(one)]
+    try:
+        for one, own in incomplete:
+            one._modules = {**vars(one)[ABSENT], **own}
+        type(part).train(part, mode)
+    finally:
+        for one, own in incomplete:
+            one._modules = own
     return part
 
 
@@ -200,11 +231,66 @@ def _match(parts: Sequence[str], patterns: Sequence[str]) -> bool:
     return bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])
 
 
+MOST_COPIED = 2**16
+"""Elements of a parameter of which :func:`keeping_state` makes a copy: scales and the like. Larger ones take memory."""
+PLAIN = (bool, int, float, str, type(None))
+"""The kinds of attributes that :func:`keeping_state` restores."""
+
+
 @contextmanager
-def keeping_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of ``module`` on exit, whatever a forward did to them."""
+def keeping_state(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers, parameters and attributes of ``module`` on exit, whatever a forward did to them.
+
+    Attributes are restored if they were :data:`PLAIN`. New ones stay: transformers' say that hooks were registered,
+    which stay too. A parameter of more than :data:`MOST_COPIED` elements is put back if it was replaced, but keeps what
+    was written to it. Parameters under FSDP2 are left alone: its units replace them.
+    """
+    parameters = nullcontext() if any(map(is_unit, module.modules())) else _keeping_parameters(module)
+    with _keeping_buffers(module), _keeping_attributes(module), parameters:
+        yield
+
+
+@contextmanager
+def _keeping_attributes(module: nn.Module) -> Iterator[None]:
+    tables = [vars(one) for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+    torchs = vars(nn.Module())
+    plain = [
+        {name: value for name, value in table.items() if isinstance(value, PLAIN) and name not in torchs}
+        for table in tables
+    ]
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, plain, strict=True):
+            table.update(own)
+
+
+@contextmanager
+def _keeping_parameters(module: nn.Module) -> Iterator[None]:
+    modules = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+    tables = [(one._parameters, dict(one._parameters)) for one in modules]
+    with unwatched():
+        memory = {one: local(one).data for one in module.parameters()}
+        values = {one: kept.clone() for one, kept in memory.items() if kept.numel() <= MOST_COPIED}
+    try:
+        yield
+    finally:
+        for table, own in tables:
+            table.clear()
+            table.update(own)
+        with unwatched():
+            for one, kept in memory.items():
+                if storage_address(local(one)) != storage_address(kept):
+                    one.data = kept
+                if one in values:
+                    kept.copy_(values[one])
+
+
+@contextmanager
+def _keeping_buffers(module: nn.Module) -> Iterator[None]:
     buffers = [(submodule, dict(submodule._buffers.items())) for submodule in module.modules()]
-    values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
+    with unwatched():
+        values = {buffer: buffer.clone() for _, own in buffers for buffer in own.values() if buffer is not None}
     try:
         yield
     finally:
@@ -212,12 +298,35 @@ def keeping_buffers(module: nn.Module) -> Iterator[None]:
             if not isinstance(submodule, torch.jit.ScriptModule):
                 submodule._buffers.clear()
                 submodule._buffers.update(own)
-        with torch.no_grad():
+        with torch.no_grad(), unwatched():
             for buffer, value in values.items():
                 if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)  # moves no counter
                 else:  # resized in place
                     buffer.data = value
+
+
+@contextmanager
+def refusing_other_values(
+    named: Iterable[tuple[str, torch.Tensor]], error: Callable[[str], Exception]
+) -> Iterator[None]:
+    """A context that raises ``error`` of its name for one of the tensors that has other values after it.
+
+    Unlike :func:`~paramp.base.dtensor.refusing_changes` it finds changes through ``.data``, and allows those to the
+    values that were there, as of peft.
+    """
+    tensors = [(name, tensor, _sum_of_bits(tensor)) for name, tensor in named]
+    yield
+    changed = [_sum_of_bits(tensor) != before for _, tensor, before in tensors]
+    if changed and torch.stack(changed).any():
+        raise error(next(name for (name, _, _), one in zip(tensors, changed, strict=True) if one))
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements as integers, in which NaN is equal to itself; 0-dim int64."""
+    values = local(tensor).data
+    with unwatched():
+        return values.reshape(-1).view(torch.uint8 if values.itemsize == 1 else torch.int16).sum()
 
 
 @contextmanager

@@ -155,6 +155,7 @@ INVENTORY = (
         "modules whose hooks have to run",
     ),
     Private("torch.nn.Module", "_extra_state", "values of get_extra_state in a state_dict", optional=True),
+    Private("torch.nn.Module", "_load_from_state_dict", "buffers of other shapes in a checkpoint"),
     Private("torch.nn.Module", "_apply _call_impl _compiled_call_impl", "compiled blocks, and moving a module"),
     Private("torch.nn.modules.module", "_has_any_global_hook", "compiling no block while there are global hooks"),
     Private("torch.nn.modules.batchnorm", "_BatchNorm", "the batch norms that stay in fp32"),

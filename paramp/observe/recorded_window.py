@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.module_surgery import keeping_buffers
+from ..base.module_surgery import keeping_state
 from ..distributed.rng import random_states, set_random_states
 from ..distributed.trials import without_draws
 from ..pipeline.stage import Stages
@@ -51,7 +51,7 @@ class WindowRecord(NamedTuple):
     def again(self) -> Iterator[Iterator[RecordedBatch]]:
         """Yield an iterator over the batches; each step of it restores torch's random states of its batch.
 
-        On exit the random states of the entry, Python's and NumPy's too, and its buffers are restored.
+        On exit the random states of the entry, Python's and NumPy's too, and the modules' own state are restored.
         """
         streams = self.stages.streams
         before = [stream.states for stream in streams]
@@ -66,7 +66,7 @@ class WindowRecord(NamedTuple):
                 set_streams(call.streams)
                 yield call
 
-        with keeping_buffers(self.stages), without_draws(self.device):
+        with keeping_state(self.stages), without_draws(self.device):
             try:
                 yield rewound()
             finally:

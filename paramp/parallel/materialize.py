@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 
 import torch
 from torch import nn
@@ -223,7 +224,8 @@ def _fill(
             if tensor is not None and tensor.is_meta:
                 tensors[name] = keep(child, name, values[name], tensor)
     for name, value in drawn.__dict__.items():  # attributes that ``fill`` computed
-        if name not in (*TENSORS, "_modules") and value is not original.__dict__.get(name):
+        is_copied = name in (*TENSORS, "_modules") or isinstance(value, MethodType)
+        if not is_copied and value is not original.__dict__.get(name):
             child.__dict__[name] = value
 
 

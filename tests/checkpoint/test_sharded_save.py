@@ -17,6 +17,7 @@ from pool import on_ranks, shared_folder
 from reference import batches
 from small_engines import assert_same_tensors, each_raises, engine_of, gpt_engine, train_step
 from torch import nn
+from torch.ao.quantization import PerChannelMinMaxObserver
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -186,18 +187,20 @@ def test_masters_are_loaded_into_the_other_way_to_keep_them(saved, loaded, preci
 
 
 class Odd(nn.Module):
-    """Untrained tensors whose elements do not lie in order, or are one; statistics; and a frozen layer."""
+    """Untrained tensors whose elements do not lie in order, or are one; statistics, also of a size that the first batch
+    gives them; and a frozen layer."""
 
     def __init__(self, value):
         super().__init__()
         self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.observer = PerChannelMinMaxObserver()
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.turned = nn.Parameter(torch.full((4, 8), value).cumsum(0).t(), requires_grad=False)
         self.register_buffer("image", torch.full((1, 2, 3, 3), value).cumsum(1).to(memory_format=torch.channels_last))
         self.register_buffer("spread", torch.full((4, 1), value).expand(4, 8))
 
     def forward(self, x):
-        return self.inner(self.norm(self.frozen(x)))
+        return self.inner(self.norm(self.observer(self.frozen(x))))
 
 
 @on_ranks(2, cuda=True)

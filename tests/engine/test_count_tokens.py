@@ -270,13 +270,16 @@ def test_it_changes_no_weight_and_no_random_number_and_biases_move_alike(world):
 
 
 class Normalised(nn.Module):
-    """Running statistics, numbers of Python's and NumPy's streams, and a router."""
+    """Running statistics, counts of its calls, numbers of Python's and NumPy's streams, and a router."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.scores, self.counts = nn.BatchNorm1d(4), nn.Linear(4, 3), TokenCounts(3)
+        self.calls, self.num_calls = nn.Parameter(torch.zeros(()), requires_grad=False), 0
 
     def forward(self, x):
+        self.calls.data.add_(1)
+        self.num_calls += 1
         probabilities = self.scores(self.norm(x) * random.random() * numpy.random.rand()).softmax(-1)
         return self.counts.balance(self.counts(probabilities.topk(1).indices), probabilities)
 
@@ -289,6 +292,7 @@ def test_running_statistics_and_pythons_and_numpys_streams_are_put_back():
         engine.count_tokens([(x, x)])
         assert (random.getstate(), numpy.random.get_state()[2]) == (before, numpys)
         assert not engine.module.norm.running_mean.any()
+        assert engine.module.calls == engine.module.num_calls == 0
         assert engine.module.counts.announced.sum() == 6
 
 

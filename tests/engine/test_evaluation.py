@@ -49,8 +49,15 @@ def loader_for(name, context):
     return DataLoader(Stream() if name == "stream" else TensorDataset(X, Y), **options)
 
 
+class KeepingDropoutOff(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[2].eval()
+        return self
+
+
 def build():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
+    return KeepingDropoutOff(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
 
 
 LAYOUTS = {
@@ -95,6 +102,8 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
                     assert sum(len(x) for x, _ in loader) * context.dp.size == SAMPLES + (context.dp.size - 1)
                 engine.forward_backward(X[:8], Y[:8])
                 assert engine.step().stepped
+                engine.train()
+                assert all(one.training != isinstance(one, nn.Dropout) for one in engine.module.modules())
 
 
 def test_a_sum_counts_once_where_its_count_is_0():

@@ -699,6 +699,21 @@ def first_mean(output, target):
     return output[0].mean() + output[1]
 
 
+class SetUp(nn.Module):
+    """Its first batch sets up a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.scale, self.is_set = nn.Embedding(100, 8), nn.Parameter(torch.zeros(1)), False
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        if not self.is_set:
+            self.is_set = True
+            self.scale.data.copy_(1 / x.std())
+        return x * self.scale
+
+
 REFUSED_BATCHES = {
     "positions": (lambda: Counted(torch.arange), summed_loss, "counts their places itself"),
     "positions of longer ones": (lambda: Counted(kept_for(operator.ge)), summed_loss, "counts their places itself"),
@@ -712,6 +727,7 @@ REFUSED_BATCHES = {
     ),
     "flat tokens": (lambda: Headed(lambda x: x[..., 0].flatten()), mean, "output of shape \\(64,\\), expected tokens"),
     "own shift": (lambda: Headed(of_next_token), None, "own loss of Headed for the first 32 tokens is off by"),
+    "set up": (SetUp, mean, "the forward changes the parameter 'scale', which each rank"),
     "masked": (Masked, mean, "other masks are not cut"),
     "mean of its own": (lambda: Headed(lambda x: {"loss": x.square().mean()}), None, "expected \\(sum, count\\)"),
     "far shift": (lambda: Shifted(20), summed_loss, "mixes tokens other than by attention"),

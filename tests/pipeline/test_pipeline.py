@@ -17,6 +17,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from traceable import awkward_model
 
 import paramp
+from paramp.base.module_surgery import MOST_COPIED
 from paramp.pipeline.torch_stage import LinkedStage, RecordedStage
 from paramp.precision.modes import Precision
 
@@ -70,6 +71,23 @@ class ReadingStatistics(nn.Sequential):
 
     def forward(self, x):
         return super().forward(x) + self[1].running_mean
+
+
+class SetUp(nn.Module):
+    """Its first batch sets up a parameter in place and another one anew, as a layer's that depend on data do."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(size))
+        self.offset = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.is_set = False
+
+    def forward(self, x):
+        if not self.is_set:
+            self.is_set = True
+            self.scale.data.fill_(2 * x.any() - 1)
+            self.offset = nn.Parameter(x.any().float(), requires_grad=False)
+        return x * self.scale[0] + self.offset
 
 
 def seed_all(number):
@@ -164,6 +182,7 @@ FOLLOWED = {
     "awkward stages": (4, awkward_model, "1f1b", ["2", "4", "5"], [(8, 4)] * 3),
     "changed inputs": (2, lambda: nn.Sequential(nn.Linear(4, 4), Adding(), Adding()), "1f1b", ["1"], [(4,)]),
     "a cache of both stages": (2, lambda: nn.Sequential(nn.Linear(4, 4), *[Adding()] * 2), "1f1b", ["2"], [(4,), (8,)]),
+    "what zeros do not set up": (2, lambda: nn.Sequential(nn.Linear(4, 4), SetUp()), "1f1b", ["1"], [(4,), (8,)]),
     "strides": (2, strided, "1f1b", ["3"], [(8,)]),
     "strides, zero-bubble": (2, strided, "interleaved-zero-bubble", ["1", "3", "4"], [(8,)]),
     "strides, zbv": (2, strided, "zbv", ["1", "3", "4"], [(8,)]),
@@ -198,6 +217,11 @@ def test_a_stage_that_fails_is_an_error_on_every_rank(world):
             message = rf"stage {stage} of 2 fails on a microbatch of inputs\[0\] \(2, 4\): {error}"
             with pytest.raises(paramp.ConfigError, match=message):
                 engine.forward_backward(torch.ones(4, 4), torch.ones(4, 3))
+        engine = engine_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), SetUp(MOST_COPIED + 1)))
+        with pytest.raises(
+            paramp.ConfigError, match=r"the forward changes '2\.scale', also where a stage is tried on z"
+        ):
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4))
         counting = Counting(), CountingThroughData(), CountingAside(), CountingLater()
         for shared in (*counting, spectral_norm(nn.Linear(4, 4))):
             first = "[02]" if isinstance(shared, CountingLater) else "0"  # after the trial each rank has its own

@@ -188,6 +188,7 @@ class ModelTensors:
     def load(self, read: Callable[[list[Chunk]], None], header: Header) -> None:
         """Fill weights, masters and buffers; ``read`` fills chunks from the checkpoint. A collective."""
         self._weights.put_back()
+        self._resize_buffers(header)
         # Views of the stepped tensors; for masters stored as remainders, copies that take_masters() splits.
         masters = {param: self._weights.exact(param) for param in self._params.stepped_here()}
         chunks = [self._trained(param, values) for param, values in masters.items()]
@@ -209,7 +210,23 @@ class ModelTensors:
         """The chunk to read into ``values`` for a frozen weight or a buffer."""
         if name in self._frozen:
             return self._params.frozen(name, self._frozen[name], values)
-        # The first data rank's if there is none of this one, as after a run on fewer ranks.
-        local_name = f"{DATA}{self._data_rank}.{name}"
-        stored = local_name if local_name in header.tensors else f"{MODEL}{name}"
-        return chunk_of(stored, self._module.get_buffer(name), values)
+        return chunk_of(self._stored_name(name, header), self._module.get_buffer(name), values)
+
+    def _stored_name(self, buffer: str, header: Header) -> str:
+        """The name of a buffer in the checkpoint: the first data rank's if this one has none, as of fewer ranks."""
+        local_name = f"{DATA}{self._data_rank}.{buffer}"
+        return local_name if local_name in header.tensors else f"{MODEL}{buffer}"
+
+    def _resize_buffers(self, header: Header) -> None:
+        """Let modules give their buffers the shapes in the checkpoint, as those do whose first forward resizes them.
+
+        Where they do not, what reads the chunks finds that the shapes differ.
+        """
+        for name, buffer in list(self._buffers()):
+            shape = header.tensors[self._stored_name(name, header)].shape
+            if shape == tuple(buffer.shape):
+                continue
+            owner, _, leaf = name.rpartition(".")
+            module = self._module.get_submodule(owner)
+            state = {leaf: buffer.new_zeros(shape)}
+            module._load_from_state_dict(state, "", {"version": module._version}, False, [], [], [])

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
-from ...base.module_surgery import BATCH_NORMS, with_forward
+from ...base.module_surgery import BATCH_NORMS, keeping_state, refusing_other_values, with_forward
 from ...base.trees import leaves, map_leaves, tensors
 from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext
@@ -224,11 +224,11 @@ class CutStage:
             # A run that goes on from a checkpoint tries once more, and draws the same numbers.
             device = self.context.device
             wide = torch.autocast(device.type, enabled=False) if is_wide else nullcontext()
-            with axis.trial(), varied(self.stage), without_draws(device), wide:
+            with axis.trial(), keeping_state(self.stage), varied(self.stage), without_draws(device), wide:
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
                 # First, so that a table of places that the model keeps is found in the part, and does not stay.
                 with axis.paused():
-                    with self.inputs.whole():
+                    with self.inputs.whole(), refusing_other_values(self.stage.named_parameters(), _changed_weight):
                         expected = self.compute(*args, **kwargs)
                     whole_loss = self._own_loss(expected, args, kwargs)
                 try:
@@ -359,6 +359,13 @@ def dim_of_tokens(leaf: Any, length: int) -> int | None:
     if leaf.shape[1] == length:
         return 1
     return 3 if leaf.shape[1:] == (1, 1, length) else None
+
+
+def _changed_weight(name: str) -> ConfigError:
+    return ConfigError(
+        f"parallel.context.size: the forward changes the parameter {name!r}, which each rank would compute from its "
+        "own tokens; change it between steps, or set the size to 1"
+    )
 
 
 def _widened(_: str, leaf: Any) -> Any:

@@ -110,6 +110,12 @@ def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
     return {record: (version(whole), local(whole).data_ptr()) for record, whole in found.items()}
 
 
+def is_replaced(one: Any) -> bool:
+    """Whether the module of torch's record ``one`` has another parameter than the gathered one and its shard."""
+    now = one._module_info.module._parameters.get(one._module_info.param_name)
+    return now is not one._unsharded_param and now is not one.sharded_param
+
+
 def differs_from_shard(one: Any) -> bool:
     """Whether this rank's part of the gathered parameter of torch's record ``one`` has other values than its shard."""
     whole, shard = local(one._unsharded_param).detach(), local(one.sharded_param).detach()

@@ -442,7 +442,8 @@ class _Weights:
         with unwatched():
             for one, state in fsdp2_internals.states_of_gathered(module).items():
                 # Parametrizations, such as peft's of parameters, write to a weight what it has.
-                if (compares or state != self._before.get(one)) and fsdp2_internals.differs_from_shard(one):
+                seen = compares or state != self._before.get(one)
+                if (seen and fsdp2_internals.differs_from_shard(one)) or fsdp2_internals.is_replaced(one):
                     self._changed.append(self._names[one])
 
 
