@@ -133,6 +133,11 @@ def check_forward_of_class(
     """Raise a ConfigError if ``module``, called ``name``, has a forward of its own, which ``who`` would not run."""
     if has_own_forward(module):
         kind = type(module).__name__
+        if str(getattr(module.forward, "__module__", "")).startswith("paramp."):
+            raise ConfigError(
+                f"model: {name or kind!r} has a forward that was set on the object by paramp, as on an engine's module "
+                "and its copies; build the model anew, and load engine.full_state_dict() into it"
+            )
         raise ConfigError(
             f"model: {name or kind!r} has a forward that was set on the object, expected that of its class, {kind}, "
             f"because {who} run that; define the forward in a subclass, and set __class__ of the object to it"

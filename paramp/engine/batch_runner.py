@@ -71,14 +71,14 @@ class EngineContext(ComputeContext):
         """The context for a criterion, which may run a model of its own, such as a teacher."""
         return nullcontext() if self.sequences is None else self.sequences.paused()
 
-    def sharded_loss(self, *, in_model: bool = False) -> AbstractContextManager[None]:
-        """The context for a criterion: cross-entropy over a sharded vocabulary; ``in_model``, for a whole forward."""
+    def sharded_loss(self, given: Any = None, *, in_model: bool = False) -> AbstractContextManager[None]:
+        """The context for a criterion of ``given``, or ``in_model``: cross-entropy over a sharded vocabulary."""
         if not self.sharded:
             return nullcontext()
         # This imports DTensor, which other layouts do not need.
         from ..parallel.tensor.sharded_loss import vocab_parallel_loss
 
-        return vocab_parallel_loss(others=not in_model, computes=not self.numerics.computes_cross_entropy)
+        return vocab_parallel_loss(given, others=not in_model, computes=not self.numerics.computes_cross_entropy)
 
 
 class CheckedCriterion:
@@ -134,7 +134,7 @@ class CheckedCriterion:
         if self._criterion is None:
             return _found(self.counted(loss_in(args[0] if args else None), in_training=True))
         args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
-        with self.compute.sharded_loss():
+        with self.compute.sharded_loss((args, kwargs)):
             return _checked(self._criterion(*args, **kwargs))
 
 

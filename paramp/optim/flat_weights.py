@@ -124,7 +124,8 @@ class FlatWeights:
         kind = ComparedGradients if context.tensor_axis.size > 1 else FlatGradients
         self.gradients: FlatGradients = kind(self.params, self.buffers, self.frozen, reduction, context)
         self._model_parameters.replaced = self._follow_replaced
-        self.gradients.before_batch = self.put_back = self._model_parameters.put_back
+        own = self._model_parameters.put_back
+        self.gradients.before_batch = self.put_back = own if units is None else units.after_reshard(own)
 
     @property
     def device(self) -> torch.device:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import checkpoint as torchs
 
 from ..base.errors import ConfigError
-from ..base.module_surgery import PassThrough, replace_forward
+from ..base.module_surgery import PassThrough, replace_forward, unbound
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -71,9 +71,10 @@ class CheckpointedBlocks:
 
 def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
     replaced: Callable[..., Any] | None = block.__dict__.get("forward")
+    own = None if replaced is None else unbound(replaced, block)
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = partial(type(block).forward, block) if replaced is None else replaced
+        run = partial(type(block).forward if own is None else own, block)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         return torchs.checkpoint(run, *args, use_reentrant=False, **options, **kwargs)

@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError
-from ..base.module_surgery import keep_only, names_outside, with_forward
+from ..base.module_surgery import keep_only, names_outside, replace_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS
@@ -198,12 +198,12 @@ def _may_open(module: nn.Module) -> bool:
 def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
     """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call, values = (call_of(args, kwargs), tensors(args)) if index == 0 else args[0]
-        for name, module in opened_modules:
-            check_mode(name, module, part)
+        for name in opened_names:
+            check_mode(name, part.get_submodule(name), part)
         stage_graph = graphs.of(call)[part.training][index]
-        if stage_graph.interpreter is None:
+        if stage_graph.interpreter is None or stage_graph.interpreter.module is not part:
             _check_names(part, stage_graph.graph, graphs.model, call)
             stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
         try:
@@ -225,10 +225,8 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         )
 
     is_last = index == graphs.num_stages - 1
-    part = with_forward(keep_only(model, kept), forward)
-    opened_modules = [
-        (name, module) for name, module in part.named_modules(remove_duplicate=False) if name in graphs.opened
-    ]
+    part = replace_forward(keep_only(model, kept), forward)
+    opened_names = [name for name, _ in part.named_modules(remove_duplicate=False) if name in graphs.opened]
     return part
 
 

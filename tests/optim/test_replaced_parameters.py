@@ -12,7 +12,7 @@ import torch
 from beside_plain import assert_weights, plain_step, randn
 from pool import on_ranks
 from reference import assert_trained
-from small_engines import assert_same_tensors, engine_of, own_part, train_step
+from small_engines import assert_same_tensors, engine_of, own_part, run_batch
 from torch import nn
 
 import paramp
@@ -128,9 +128,17 @@ def uneven_net():
     return model
 
 
+@torch.no_grad()
+def show(module):
+    return module(X)
+
+
 @on_ranks(2)
 def test_shards_that_were_replaced_are_trained_and_gathered(world):
-    """``fully_shard`` has a hook on loads, which would gather the replacements ever after."""
+    """``fully_shard`` has a hook on loads, which would gather the replacements ever after.
+
+    A call of the module itself leaves parameters gathered, which are no replacements.
+    """
     target, plain = torch.ones(4, 1), uneven_net()
     optimizer = sgd([one for one in plain.parameters() if one.requires_grad])
     with paramp.launch_from_torch({"parallel": {"data": {"shard": 2}}}) as context:
@@ -141,11 +149,14 @@ def test_shards_that_were_replaced_are_trained_and_gathered(world):
                     values = {name: value * 0.5 + 1.0 for name, value in module.state_dict().items()}
                     module.load_state_dict(values, **options)
             plain_step(plain, optimizer, X, target)
-            assert train_step(engine, *own_part(context, X, target)).stepped
+            run_batch(engine, *own_part(context, X, target))
+            show(engine.module)
+            assert engine.step().stepped
             if step == 2:
                 with torch.no_grad():
                     for one in (*plain[2].parameters(), *engine.module[2].parameters()):
                         one.mul_(0.5)  # what is frozen is gathered from its own memory too
+        torch.testing.assert_close(show(engine.module), show(plain), atol=1e-6, rtol=1e-6)
         assert_weights(engine.full_state_dict(), plain.state_dict(), atol=1e-6, rtol=1e-6)
 
 

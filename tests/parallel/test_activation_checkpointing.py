@@ -1,8 +1,10 @@
 """Activation checkpointing: the same bits as without it, and what is computed again."""
 
+import copy
 import itertools
 import re
 from collections import Counter
+from types import MethodType
 
 import pytest
 import torch
@@ -85,6 +87,17 @@ def test_a_block_that_runs_again_has_the_default_dtype_of_the_mode(world):
             gradients_of_rotating(how, LAYOUTS[layout], precision, by_calls=by_calls) for how in ("none", "full")
         )
         assert all(map(torch.equal, found, expected)), (precision, layout, by_calls)
+
+
+def test_a_copy_of_a_block_with_a_forward_of_its_own_computes_with_its_own_weights():
+    with paramp.launch_from_torch({"activation_checkpointing": "full"}):
+        model, x = seeded(lambda: nn.Sequential(Rotating(), Rotating())), randn(8, 8)
+        model[0].forward = MethodType(Rotating.forward, model[0])
+        engine = engine_of(model)
+        copied, expected = copy.deepcopy(engine.module), engine.module(x)
+        engine.forward_backward(x, -x)
+        assert engine.step().stepped
+        assert torch.equal(copied(x), expected)
 
 
 WIDTH, TOKENS = 128, 64

@@ -779,6 +779,8 @@ def test_labels_are_shifted_for_transformers_loss_and_refused_for_another(world)
     with paramp.launch_from_torch({"parallel": {"context": 2}}):
         model.loss_function = functools.partial(ForCausalLMLoss, ignore_index=-100)
         assert float(engine_of(model, None).forward_backward(batch)) == pytest.approx(expected, rel=1e-5)
+        model, zeros = build("Llama"), {**batch, "labels": batch["labels"].clamp(min=0), "ignore_index": 0}
+        assert float(engine_of(model, None).forward_backward(zeros)) == pytest.approx(expected, rel=1e-5)
         for function in (functools.partial(ForCausalLMLoss, ignore_index=0), lambda **_: torch.zeros(())):
             model = build("Llama")
             model.loss_function = function

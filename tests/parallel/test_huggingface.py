@@ -1,5 +1,6 @@
 """Hugging Face models, by their own plans, against a plain torch loop on the model itself."""
 
+import copy
 import functools
 import random
 from types import MethodType
@@ -231,6 +232,13 @@ def test_outputs_have_names_and_no_cache(name):
         assert output.past_key_values is None
     with pytest.raises(paramp.ConfigError, match=r"num_items_in_batch.*leave it out"):
         wrapped(input_ids=x, labels=x, num_items_in_batch=3)
+    copied, expected = copy.deepcopy(wrapped), wrapped(x).logits
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert torch.equal(copied(x).logits, expected), "it computes with its own weights"
+    assert not torch.equal(wrapped(x).logits, expected)
+    with pytest.raises(paramp.ConfigError, match=r"set on the object by paramp.*build the model anew"):
+        without_cache(copied)
     model.config.return_dict = False
     for use in (without_cache, PretrainedPartition):
         with pytest.raises(paramp.ConfigError, match=r"(CausalLM|HeadModel) has return_dict=False"):
@@ -315,6 +323,36 @@ def choosing():
     return transformers.BertForMultipleChoice(config)
 
 
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def of_speech():
+    """A model with the CTC loss, a mean over samples of what each label costs."""
+    torch.manual_seed(0)
+    convolutions = {"conv_dim": (16,), "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(vocab_size=128, ctc_loss_reduction="mean", **TINY, **convolutions, **positions)
+    return transformers.Wav2Vec2ForCTC(config).eval()
+
+
+def transducer():
+    """A model whose loss is such a mean unless the batch names another ``reduction``. Its labels are padded with 2."""
+    torch.manual_seed(0)
+    encoder = {"num_mel_bins": 16, "subsampling_conv_channels": 8, "conv_kernel_size": 3, **TINY}
+    sizes = {"vocab_size": 129, "blank_token_id": 128, "decoder_hidden_size": 16, "num_decoder_layers": 1}
+    return transformers.ParakeetForTDT(transformers.ParakeetTDTConfig(encoder_config=encoder, **sizes)).eval()
+
+
+def heard(x, name, padding, *shape, **options):
+    sound = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
+    return {name: sound, "labels": unequal(x, padding)["labels"]} | options
+
+
+def transduced(x, **options):
+    options |= {"attention_mask": torch.ones(4, 64).long(), "decoder_input_ids": F.pad(x, (1, 0), value=128)}
+    return heard(x, "input_features", 2, 64, 16, **options)
+
+
 def unshifted():
     """A decoder whose own loss is the mean over all labels, the first ones too."""
     torch.manual_seed(0)
@@ -338,8 +376,8 @@ def calling(function):
     return model
 
 
-def unequal(x):
-    return {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > 1 + x[:, :1] % 5, -100)}
+def unequal(x, left_out=-100):
+    return {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > 1 + x[:, :1] % 5, left_out)}
 
 
 OWN_LOSSES = {
@@ -347,6 +385,14 @@ OWN_LOSSES = {
     "of one's own": (lambda: calling(summed_loss), unequal),
     "of one's own, a mean": (lambda: calling(lambda **kwargs: summed_loss(**{**kwargs, **NO_COUNT})), unequal),
     "of transformers, partial": (lambda: calling(functools.partial(ForCausalLMLoss, ignore_index=-100)), unequal),
+    "of transformers, partial, without 3": (
+        lambda: calling(functools.partial(ForCausalLMLoss, ignore_index=3)),
+        lambda x: unequal(x, 3),
+    ),
+    "without 3": (lambda: build("llama"), lambda x: {**unequal(x, 3), "ignore_index": 3}),
+    "of speech": (of_speech, lambda x: heard(x, "input_values", -100, 160)),
+    "transducer": (transducer, transduced),
+    "transducer, over labels": (transducer, functools.partial(transduced, reduction="mean_volume")),
     "choosing": (choosing, lambda x: {"input_ids": x.unflatten(1, (2, 3)), "labels": x[:, 0] % 2}),
     "unshifted": (unshifted, lambda x: {"input_ids": x, "labels": x.masked_fill(torch.arange(6) > x[:, :1] % 5, -100)}),
 }
@@ -423,10 +469,12 @@ def test_layers_keep_their_places():
     model = build("qwen3", sliding_window=3, use_sliding_window=True, layer_types=kinds)
     partition = PretrainedPartition(model)
     split = ["model.layers.1", "model.layers.2", "model.layers.3"]
-    x = value = next(batches(1))[0]
-    for stage in partition.stages(plan_stages(partition.units, 4, split)):
-        value = stage(value)
-    torch.testing.assert_close(value.logits, model(x).logits)
+    x, expected = next(batches(1))[0], model(next(batches(1))[0]).logits
+    stages = partition.stages(plan_stages(partition.units, 4, split))
+    for own in (stages, copy.deepcopy(stages)):  # copies have weights of their own
+        torch.testing.assert_close(functools.reduce(lambda value, stage: stage(value), own, x).logits, expected)
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
 
 
 def on_meta(name):

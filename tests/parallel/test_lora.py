@@ -1,5 +1,6 @@
 """LoRA of peft, on models of transformers and on one's own, against a plain torch loop on the model itself."""
 
+import copy
 import functools
 import itertools
 import warnings
@@ -214,6 +215,18 @@ def test_what_cannot_be_sharded_or_filled_is_an_error():
     model.forward = print
     with pytest.raises(paramp.ConfigError, match="'PeftModel' has a forward that was set on the object"):
         adapter_for(model).single_stage()
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    """As a frozen reference of the policy does."""
+    model, x = adapted("llama").eval(), torch.arange(8).reshape(2, 4)
+    wrapped = adapter_for(model).single_stage()
+    copied, expected = copy.deepcopy(wrapped), wrapped(x).logits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert torch.equal(copied(x).logits, expected)
+    assert torch.equal(wrapped(x).logits, model(x).logits)
 
 
 def test_entries_of_slices_of_the_sequence():

@@ -195,7 +195,11 @@ def test_a_plan_that_keeps_logits_sharded_trains_as_plain_torch(world, own_loop)
     """By a criterion, and by a loss outside of ``engine.criterion``, where no function of torch is another."""
     torch.manual_seed(3)
     plain, x, target = nn.Linear(4, 8).double(), torch.eye(4).double(), torch.arange(4)
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    mean = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def criterion(output, target, gathers=False):
+        return output.gather(-1, target[:, None]).mean() if gathers else mean(output, target)
+
     with paramp.launch_from_torch({"parallel": {"tensor": 2}, "precision": "64-true"}):
         model = nn.Sequential(nn.Linear(4, 8))
         model[0].load_state_dict(plain.state_dict())
@@ -206,6 +210,9 @@ def test_a_plan_that_keeps_logits_sharded_trains_as_plain_torch(world, own_loop)
         else:
             expected = criterion(plain(x), target)
             expected.backward()
+            with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor") as raised:
+                engine.criterion(engine(x), target, gathers=True)
+            assert "take .full_tensor() of it" in raised.value.__notes__[0]
             assert engine.forward_backward(x, target).item() == pytest.approx(expected.item(), rel=1e-6)
         engine.step()
         for name, value in plain.named_parameters():

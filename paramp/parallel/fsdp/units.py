@@ -306,6 +306,15 @@ class ShardedUnits:
                 fsdp2_internals.drop_prefetched(group)
             unit.reshard()
 
+    def after_reshard(self, call: Callable[[], object]) -> Callable[[], object]:
+        """``call`` behind :meth:`reshard`: a call of the module itself leaves gathered parameters in it."""
+
+        def resharded() -> object:
+            self.reshard()
+            return call()
+
+        return resharded
+
     def follow_shards(self) -> None:
         """Let gathered parameters require a gradient where their shards do, as torch does when it gathers them."""
         for one in filter(fsdp2_internals.has_been_gathered, self._params()):

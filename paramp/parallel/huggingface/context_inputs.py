@@ -181,7 +181,7 @@ class PretrainedInputs(SequenceInputs):
         if documents is not None:
             found["attention_mask"] = axis.cut(_padded(documents, 1, length, axis, 0), 1)[:, None, None]
         if "labels" in kwargs:
-            labels = kwargs["labels"]
+            labels, ignored = kwargs["labels"], kwargs.get("ignore_index", IGNORED)
             if self._has_given_loss:
                 raise ConfigError(
                     f"inputs['labels']: {type(self._model).__name__} has another loss_function than transformers', "
@@ -195,9 +195,9 @@ class PretrainedInputs(SequenceInputs):
                     "parallel.context.size to 1"
                 )
             if self._shifts:
-                labels = kwargs.get("shift_labels", F.pad(labels, (0, 1), value=IGNORED)[:, 1:])
-                found["shift_labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
-            found["labels"] = axis.cut(_padded(labels, 1, length, axis, IGNORED), 1)
+                labels = kwargs.get("shift_labels", F.pad(labels, (0, 1), value=ignored)[:, 1:])
+                found["shift_labels"] = axis.cut(_padded(labels, 1, length, axis, ignored), 1)
+            found["labels"] = axis.cut(_padded(labels, 1, length, axis, ignored), 1)
         names = list(self._parameters)[1:]
         return tuple(self._part(name, value, length, axis) for name, value in zip(names, args, strict=False)), found
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, with_forward
+from ...base.module_surgery import PassThrough, keep_only, named_tensors, names_outside, replace_forward
 from ...distributed.trials import without_draws
 from .missing_plans import HEAD, find_architecture
 from .model_output import call_options, check_output, counting, label_count, main_output
@@ -79,7 +79,7 @@ class PretrainedPartition:
         kind, options, counted = type(model), call_options(model), counting(model)
         count, routers = label_count(model), RouterLoss.of(model)
 
-        def forward(x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
+        def forward(stage: Any, x: Any = None, /, *more: Any, **kwargs: Any) -> Any:
             check_positional(kind, more)
             check_requests(kwargs, [stage.config], () if routers is None or not routers.is_wanted else (ROUTERS,))
             kwargs = counted((), {**options, **kwargs, "return_dict": True})
@@ -91,20 +91,20 @@ class PretrainedPartition:
             if not is_last:
                 kwargs = {name: kwargs[name] for name in kwargs.keys() - LAST}
             if routers is None or not routers.asked_in(kwargs):
-                return run(kwargs)
+                return run(stage, kwargs)
             with routers.taken_over(stage, count((), kwargs), before and RouterSums(*before)) as sums:
-                output = run(kwargs)
+                output = run(stage, kwargs)
             return _without_router_logits(output) if is_last else (output, tuple(sums[0]))
 
-        def run(kwargs: dict[str, Any]) -> Any:
+        def run(stage: nn.Module, kwargs: dict[str, Any]) -> Any:
             with masked_by(kwargs.get(MASK)):
                 output = kind.forward(stage, **kwargs)
             return output if is_last else main_output(output)
 
-        stage = with_forward(part, forward)
+        replace_forward(part, forward)
         if routers is not None and is_last:
-            routers.add_to(stage)
-        return stage
+            routers.add_to(part)
+        return part
 
     @property
     def _tokens(self) -> nn.Module:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import check_forward_of_class, copy_on_meta, shallow_copy, with_forward
+from ...base.module_surgery import check_forward_of_class, copy_on_meta, replace_forward, shallow_copy
 from ..materialize import outline
 from ..partition import Partition
 
@@ -156,11 +156,14 @@ def wrapped(wrapper: nn.Module, stage: nn.Module, whole: nn.Module | None = None
     """A copy of ``wrapper``, a ``PeftModel``, around ``stage``, which it calls. ``whole``: a copy of it on ``meta``."""
     check_forward_of_class("", wrapper)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return stage(*args, **kwargs)
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule("base_model.model")(*args, **kwargs)
 
-    forward.__signature__ = inspect.signature(stage.forward)  # type: ignore[attr-defined]
-    changed, tuner = with_forward(wrapper, forward), shallow_copy(wrapper.get_submodule("base_model"))
+    own, given = (inspect.signature(one) for one in (forward, stage.forward))
+    parameters = [own.parameters["self"], *given.parameters.values()]
+    forward.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
+    changed = replace_forward(shallow_copy(wrapper), forward)
+    tuner = shallow_copy(wrapper.get_submodule("base_model"))
     tuner._modules = {**tuner._modules, "model": stage}
     changed._modules = {**changed._modules, "base_model": tuner}
     changed.__dict__[WHOLE] = whole or copy_on_meta(wrapper)

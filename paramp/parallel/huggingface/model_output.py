@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import check_forward_of_class, with_forward
+from ...base.module_surgery import check_forward_of_class, replace_forward, shallow_copy
 from ...distributed.token_positions import ACTIVE
 from ..loss_and_outputs_of_batch import summed
 from ..microbatches import Batch
@@ -28,15 +28,15 @@ def without_cache(model: nn.Module) -> nn.Module:
     check_forward_of_class("", model)
     options = call_options(model)
     counted, count, named = counting(model), label_count(model), inputs_by_name(model)
-    routers = RouterLoss.of(model)
+    routers, kind = RouterLoss.of(model), type(model)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
-        balanced = nullcontext() if routers is None else routers.taken_over(changed, count(args, kwargs))
+        balanced = nullcontext() if routers is None else routers.taken_over(module, count(args, kwargs))
         with masked_by(named(args, kwargs).get(MASK)), balanced:
-            return type(model).forward(changed, *args, **counted(args, kwargs))
+            return kind.forward(module, *args, **counted(args, kwargs))
 
-    changed = with_forward(model, forward)
+    changed = replace_forward(shallow_copy(model), forward)
     if routers is not None:
         routers.add_to(changed)
     return changed
@@ -109,8 +109,11 @@ def inputs_by_name(model: nn.Module) -> Callable[[tuple[Any, ...], Mapping[str, 
 
 
 def label_count(model: nn.Module) -> Count:
-    """How many labels of a call the loss of ``model`` is the mean over. It does not keep the model."""
-    named = inputs_by_name(model)
+    """How many labels of a call the loss of ``model`` is the mean over. It does not keep the model.
+
+    None also for a loss of speech that is a mean or a sum over samples.
+    """
+    named, reduction, ignored = inputs_by_name(model), _reduction(model), _ignored(model)
     # A causal model predicts each token from those before it, so its loss ignores the first; decoders shift the inputs.
     first = int(shifts_labels(model) and not getattr(model.config, "is_encoder_decoder", False))
 
@@ -120,12 +123,37 @@ def label_count(model: nn.Module) -> Count:
 
     def own_count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         given = named(args, kwargs)
-        labels = given.get("labels")
-        if labels is not None and first and given.get("shift_labels") is not None:
-            return (given["shift_labels"] != IGNORED).sum()
-        return None if labels is None else (labels[..., first:] != IGNORED).sum()
+        labels, left_out = given.get("labels"), given.get("ignore_index", ignored)
+        if labels is None or (reduction is not None and given.get("reduction", reduction) != OVER_LABELS):
+            return None
+        if first and given.get("shift_labels") is not None:
+            return (given["shift_labels"] != left_out).sum()
+        return (labels[..., first:] != left_out).sum()
 
     return count
+
+
+OVER_LABELS = "mean_volume"
+"""The ``reduction`` of transformers' losses of speech that is the mean over labels; others are over samples."""
+PADDING = {"ParakeetForRNNTLoss": "blank_token_id", "ParakeetForTDTLoss": "pad_token_id"}
+"""What labels of transducers are padded with, by the loss: a key of the configuration."""
+
+
+def _reduction(model: nn.Module) -> str | None:
+    """The ``reduction`` of the loss of speech of ``model``, unless a batch names another; None: it has no such loss."""
+    if any("ctc_loss_reduction" in code.co_names for code in _forwards(model)):
+        return "mean"  # or "sum", which is over samples too
+    function = None if has_given_loss(model) else _called_loss(model)
+    parameter = None if function is None else inspect.signature(function).parameters.get("reduction")
+    return None if parameter is None else parameter.default
+
+
+def _ignored(model: nn.Module) -> int:
+    """The label that the loss of ``model`` leaves out, unless a batch names another one."""
+    function: Any = _called_loss(model)
+    padding = PADDING.get(getattr(function, "__name__", ""))
+    found: int = getattr(function, "keywords", {}).get("ignore_index", IGNORED)
+    return found if padding is None else getattr(model.config, padding)
 
 
 def counting(model: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:

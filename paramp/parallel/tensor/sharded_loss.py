@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...base.collectives import all_reduce_
 from ...base.dtensor import full_tensor, is_dtensor, wrap
 from ...base.errors import ConfigError
+from ...base.held_tensors import held_tensors
 from ...base.torch_internals import take
 from .differentiable_collectives import local_shard
 
@@ -33,16 +34,30 @@ IGNORED = -100
 """The label that the losses of torch and transformers leave out by default."""
 
 
+MIXED = "mixed torch.Tensor and DTensor"
+"""A part of the message of torch's error where an operation gets both."""
+ON_SHARDS = (
+    "paramp: the criterion got a tensor that is sharded over tensor ranks, such as logits of the style 'vocab_logits'; "
+    "take .full_tensor() of it, begin with cross_entropy or log_softmax, or give its module a style that gathers, such "
+    "as 'colwise_gather'"
+)
+
+
 @contextmanager
-def vocab_parallel_loss(*, others: bool = True, computes: bool = True) -> Iterator[None]:
+def vocab_parallel_loss(given: Any = None, *, others: bool = True, computes: bool = True) -> Iterator[None]:
     """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
     With ``others``, what other functions of torch return is plain if it is not sharded, because DTensors do not mix
     with plain tensors: so losses can be masked and added to others. They gather the vocabulary where they need to.
-    Without ``computes`` the mode around this one computes cross-entropy.
+    Without ``computes`` the mode around this one computes cross-entropy. ``given``: what a criterion got.
     """
-    with _ShardedVocabulary(others, computes):
-        yield
+    try:
+        with _ShardedVocabulary(others, computes):
+            yield
+    except Exception as error:
+        if MIXED in str(error) and any(map(is_dtensor, held_tensors(given))):
+            error.add_note(ON_SHARDS)
+        raise
 
 
 class _ShardedVocabulary(TorchFunctionMode):
