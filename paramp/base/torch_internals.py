@@ -151,7 +151,7 @@ INVENTORY = (
     Private(
         "torch.nn.Module",
         "_backward_hooks _backward_pre_hooks _forward_hooks _forward_hooks_always_called _forward_hooks_with_kwargs "
-        "_forward_pre_hooks _forward_pre_hooks_with_kwargs",
+        "_forward_pre_hooks _forward_pre_hooks_with_kwargs _state_dict_pre_hooks",
         "modules whose hooks have to run",
     ),
     Private("torch.nn.Module", "_extra_state", "values of get_extra_state in a state_dict", optional=True),

@@ -48,6 +48,8 @@ DATA_ROLES: tuple[Role, ...] = ("replicate", "shard", "expert")
 BATCH_ROLES: tuple[Role, ...] = (*DATA_ROLES, "context")
 """The roles along which ranks have different parts of the batch: samples, or tokens of the same samples."""
 
+NO_CONTEXT = "there is no parallel context: call paramp.launch_from_torch(config) first"
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -335,9 +337,13 @@ class ParallelContext:
         self._groups.destroy()
 
     def __enter__(self) -> ParallelContext:
+        self.check_open()
+        return self
+
+    def check_open(self) -> None:
+        """Raise a RuntimeError if the context was closed."""
         if self not in OPEN:
             raise RuntimeError(f"{self!r} was closed, and its process groups are destroyed; make another context")
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._is_of_process():
@@ -419,7 +425,7 @@ def get_context() -> ParallelContext:
     """
     context = current_context()
     if context is None:
-        raise RuntimeError("there is no parallel context: call paramp.launch_from_torch(config) first")
+        raise RuntimeError(NO_CONTEXT)
     return context
 
 

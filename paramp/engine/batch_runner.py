@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, default_dtype_of, moved
 from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
+from .criterion_checks import found, gathered, training_nothing_of
 from .model_plan import sequence_axis
 from .power_of_two_loss_divisor import Criterion, Loss, as_count
 
@@ -45,8 +46,8 @@ class EngineContext(ComputeContext):
     numerics: Numerics
     sequences: SequenceAxis | None
     """The context axis, over which attention goes and outputs are joined; None: sequences are whole."""
-    sharded: bool
-    """Whether parameters are DTensors, so that the vocabulary of the logits may be sharded."""
+    sharded: Sequence[str]
+    """The mesh's axes over which the vocabulary of the logits may be sharded, as DTensors; none in one tensor rank."""
 
     @staticmethod
     def of(context: ParallelContext, numerics: Numerics) -> EngineContext:
@@ -58,7 +59,7 @@ class EngineContext(ComputeContext):
             config.emulate_fp16,
             numerics=numerics,
             sequences=sequence_axis(context, numerics),
-            sharded=context.tensor_axis.size > 1,
+            sharded=context.axes_of("tensor") if context.tensor_axis.size > 1 else (),
         )
 
     @contextmanager
@@ -78,7 +79,12 @@ class EngineContext(ComputeContext):
         # This imports DTensor, which other layouts do not need.
         from ..parallel.tensor.sharded_loss import vocab_parallel_loss
 
-        return vocab_parallel_loss(given, others=not in_model, computes=not self.numerics.computes_cross_entropy)
+        computes = not self.numerics.computes_cross_entropy
+        return vocab_parallel_loss(given, others=not in_model, computes=computes, gathered=self.gathered)
+
+    def gathered(self, value: Any) -> Any:
+        """What a criterion has computed, as a plain tensor; a ConfigError if it is of a shard of a weight."""
+        return gathered(value, self.sharded)
 
 
 class CheckedCriterion:
@@ -89,6 +95,7 @@ class CheckedCriterion:
         self._own_loss = own_loss
         self.compute = compute
         self._counts = WeakTensorKeyDictionary()  # of losses that are means
+        self.training_nothing = training_nothing_of(criterion)
 
     @property
     def is_given(self) -> bool:
@@ -101,7 +108,7 @@ class CheckedCriterion:
             output = self.joined(output, microbatch)
             with self.compute.whole_sequences():
                 return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
-        return _found(self._own_loss(output, microbatch))
+        return _checked(found(self._own_loss(output, microbatch)))
 
     def joined(self, output: Any, batch: Batch) -> Any:
         """The ``output`` for ``batch``, with the tokens of all ranks of the context axis, and the loss of them."""
@@ -130,25 +137,16 @@ class CheckedCriterion:
 
         Raises:
             ValueError: there is no criterion, or it returned neither one element nor ``(sum, count)``.
+            ConfigError: it used a weight that FSDP2 has sharded.
         """
         if self._criterion is None:
-            return _found(self.counted(loss_in(args[0] if args else None), in_training=True))
+            return _checked(found(self.counted(loss_in(args[0] if args else None), in_training=True)))
         args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
         with self.compute.sharded_loss((args, kwargs)):
-            return _checked(self._criterion(*args, **kwargs))
+            return _checked(self._criterion(*args, **kwargs), self.compute.gathered)
 
 
-def _found(loss: Any) -> Loss:
-    """The model's own ``loss``, as :func:`_checked` returns it; a ValueError if it is None."""
-    if loss is None:
-        raise ValueError(
-            "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
-            "or return a mapping or dataclass with a loss"
-        )
-    return _checked(loss)
-
-
-def _checked(loss: Any) -> Loss:
+def _checked(loss: Any, gathered: Callable[[Any], Any] = full_tensor) -> Loss:
     """``loss`` as plain 0-dim tensors, or a ValueError unless it is one element, or ``(sum, count)``.
 
     A count that is no number stays as it is, for :class:`CountUnit` to raise.
@@ -160,7 +158,7 @@ def _checked(loss: Any) -> Loss:
             + ", ".join(str(tuple(part.shape)) if isinstance(part, torch.Tensor) else repr(part) for part in parts)
         )
     is_plain = type(parts[0]) is torch.Tensor and not parts[0].ndim
-    value = parts[0] if is_plain else full_tensor(parts[0]).reshape(())
+    value = parts[0] if is_plain else gathered(parts[0]).reshape(())
     return (value, as_count(full_tensor(parts[1]))) if expected == 2 else value
 
 
@@ -290,8 +288,8 @@ class BatchRunner:
         reductions over data ranks start during the last backward.
         """
         overlap = overlap and (self.pipeline is None or self.pipeline.overlaps)
-        running = self._stages.running(backward=backward)
-        with self._taking_part(overlap, backward) as before_last_backward, self._computing(), running:
+        running, trained = self._stages.running(backward=backward), self.criterion.training_nothing()
+        with self._taking_part(overlap, backward) as before_last_backward, trained, self._computing(), running:
             if not microbatches:
                 before_last_backward()
                 return

@@ -38,6 +38,7 @@ from ..base.errors import CheckpointError, ConfigError, require
 from ..base.values_checked_by_type import is_integer, user_path
 from ..checkpoint.atomic_dir import PARTIAL, REPLACED, make_folder, publish_file, remove, write_json
 from ..checkpoint.open_checkpoint import problem_together
+from ..distributed.context import NO_CONTEXT
 from .engine import Engine
 
 STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -98,10 +99,11 @@ class Checkpoints:
         Rank 0 prints which checkpoints it skips, and why.
 
         Raises:
+            RuntimeError: nothing was launched.
             CheckpointError: there are checkpoints, and none is complete; on every rank.
             ConfigError: the folder cannot be written to; on every rank.
         """
-        return find("auto", self.folder, print if dist.get_rank() == 0 else lambda _: None)
+        return find("auto", self.folder, print if _rank() == 0 else lambda _: None)
 
     def best(self) -> Path | None:
         """The checkpoint with the best metric of those saved, also by an earlier process; None without one."""
@@ -220,9 +222,15 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
+def _rank() -> int:
+    if not dist.is_initialized():
+        raise RuntimeError(NO_CONTEXT)
+    return dist.get_rank()
+
+
 def _from_rank_0(read: Callable[[], T]) -> T:
     """What ``read`` returns on rank 0, on every rank."""
-    result: list[T | None] = [read() if dist.get_rank() == 0 else None]
+    result: list[T | None] = [read() if _rank() == 0 else None]
     dist.broadcast_object_list(result, src=0)
     return cast(T, result[0])
 

@@ -33,6 +33,7 @@ from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_changes.former_parameters import check_former, former_parameters
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps, why_weights_are_missed
 from .engine import Engine
+from .given_model import guard, release
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_of_this_rank import LocalModel, make_local
 from .model_plan import ModelPlan, plan_model
@@ -137,15 +138,17 @@ def initialize(
     train_dataloader, test_dataloader = shard_loaders(context, consecutive=numerics.consecutive_samples, **loaders)
     if isinstance(test_dataloader, WithPosition) and test_dataloader is not train_dataloader:
         test_dataloader.position.begins_anew = True
+    prepare_criterion(criterion, context.device)
     model, compile_options = plain_model(model, optimizer, context)
     check_untrained(model, context)
+    release(model)
     apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = build_optimizers(optimizer, model)
     numerics.prepare(context, model, optimizers)
-    prepare_criterion(criterion, context.device)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     model_plan = plan_model(model, plan, optimizers, compile_options, numerics, context)
     local_model = make_local(model_plan, numerics, context)
+    guard(model, local_model.stages)
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
     model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)

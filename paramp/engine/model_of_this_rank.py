@@ -5,12 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..base.dtensor import is_dtensor, resolved
+from ..base.dtensor import resolved
 from ..base.module_surgery import named_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics
@@ -29,6 +28,7 @@ from ..precision.choose_float8_layers import Choice
 from ..precision.float8_conversion import convert
 from ..precision.fp32_routers import keep_routers_wide
 from ..scaling.copies_per_element import TiedParameter
+from .given_model import redirect_saving
 from .model_plan import ModelPlan
 
 
@@ -73,7 +73,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
         units = ShardedUnits(joined.parts, plan.blocks, context, experts=plan.experts, reduces=numerics.units_reduce)
     _fill(module, whole, plan, context)
     ties = tie_stages(plan.ties, module, context)
-    _redirect_saving(module, context)
+    redirect_saving(module, is_part=context.stage_axis.size > 1)
     stages = Stages(joined, _stages(joined.parts, shared_buffers, numerics, context), units)
     stages.elsewhere = _elsewhere(plan, shapes)
     return LocalModel(stages, shapes, units, ties, overflow)
@@ -122,7 +122,7 @@ def _fill(module: nn.Module, whole: nn.Module, plan: ModelPlan, context: Paralle
     broadcast_replicas([filled[name] for name in on_meta], context)
 
 
-def _elsewhere(plan: ModelPlan, here: Mapping[str, Any]) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
+def _elsewhere(plan: ModelPlan, here: Mapping[str, torch.Size]) -> list[tuple[str, weakref.ref[nn.Parameter]]]:
     """The parameters of the model that are not ``here``, as :attr:`Stages.elsewhere` has them."""
     return [
         (names[0], weakref.ref(one))  # their memory is not kept
@@ -159,18 +159,3 @@ def _move(module: nn.Module, device: torch.device) -> None:
         return moved[tensor]
 
     module._apply(move)
-
-
-def _redirect_saving(module: nn.Module, context: ParallelContext) -> None:
-    """Make ``module.save_pretrained`` an error where this rank has a part of the model only."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "engine.module.save_pretrained: this rank has a part of the model only; call "
-            "engine.save_pretrained(folder) on every rank"
-        )
-
-    if hasattr(module, "save_pretrained") and (
-        context.stage_axis.size > 1 or any(map(is_dtensor, module.parameters()))
-    ):
-        module.__dict__["save_pretrained"] = refuse

@@ -166,6 +166,8 @@ class CountUnit:
             raise self._error(shown(count))
         if count.ndim or count.is_complex():
             raise self._error(f"{tuple(count.shape)} of {count.dtype}")
+        if count.requires_grad:
+            raise self._error("a tensor that requires a gradient (a term of the loss?)")
         if count.device.type == "cpu":
             number = float(count.detach())
             if not 0 <= number <= LARGEST_COUNT:

@@ -172,6 +172,16 @@ def check_untrained(model: nn.Module, context: ParallelContext) -> None:
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:
     """Check that ``criterion`` is None or callable; move a module to ``device``."""
+    if isinstance(criterion, torch.optim.Optimizer):
+        raise ConfigError(
+            f"criterion: got the optimizer {type(criterion).__name__}, expected a function of output and target; "
+            "initialize takes (model, optimizer, criterion)"
+        )
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise ConfigError(
+            f"criterion: got the class {name}, expected a function of output and target, such as {name}()"
+        )
     if criterion is not None and not callable(criterion):
         raise ConfigError(f"criterion: got {criterion!r}, expected a function of output and target")
     if isinstance(criterion, nn.Module):

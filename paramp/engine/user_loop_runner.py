@@ -96,8 +96,9 @@ class LoopRunner(BatchRunner):
         self._failure.begin_batch()
         window.begin_batch(is_known=False)
         window.begin_backward(None)
-        taking_part = self._taking_part(window.in_last_call)
-        with self._context.phase("backward"), window.failing(), taking_part as begin_reductions, self._compute.enter():
+        taking_part, trained = self._taking_part(window.in_last_call), self.criterion.training_nothing()
+        phase, computing = self._context.phase("backward"), self._compute.enter()
+        with phase, window.failing(), taking_part as begin_reductions, trained, computing:
             times = 1 if isinstance(loss, tuple) else self.num_microbatches
             value = self._losses.scaled(map_tensors(full_tensor, loss), times)
             begin_reductions()

@@ -17,7 +17,7 @@ import train
 from commands import PYTHON, ROOT, python, succeeded
 from families import cases, family
 from pool import on_ranks, shared_folder
-from small_engines import engine_of, everywhere, sgd, train_step
+from small_engines import each_raises, engine_of, everywhere, sgd, train_step
 from torch import nn
 from train_app.settings import Job, TrainConfig
 from victims import TINY, Run
@@ -141,6 +141,15 @@ def test_folders_with_other_names_are_no_checkpoints(tmp_path):
         with pytest.raises(paramp.ConfigError, match=f"{name}: got {value}, expected an integer of 1 or more"):
             paramp.Checkpoints(tmp_path, **{name: value})
     assert paramp.Checkpoints(tmp_path, every=np.int64(2)).due(4)
+    each_raises(
+        RuntimeError,
+        {
+            r"call paramp\.launch_from_torch": checkpoints.newest,
+            r"call paramp\.launch": lambda: paramp.Checkpoints(tmp_path, keep_best="min").due(1, 0.5),
+            "was closed, and its process groups are": lambda: checkpoints.save(engine, 3),
+            "was closed, and its process groups": lambda: engine.load(saved),
+        },
+    )
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 6, 8, 12], ids=lambda count: f"after-{count}-batches")

@@ -1,7 +1,10 @@
 """The engine's loop, accumulation, counts and results against plain torch, and what it refuses."""
 
+import copy
 import functools
+import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -303,6 +306,7 @@ def test_what_initialize_refuses():
                 "lr_scheduler: got 5": start(lr_scheduler=5),
                 "steps another optimizer": start(lr_scheduler=torch.optim.lr_scheduler.StepLR(other, 1)),
                 "plan: got list": start(plan=["colwise"]),
+                "criterion: got the optimizer SGD": functools.partial(engine_of, two_layers(), other, F.mse_loss),
                 "algorithms: got None, expected a list of objects with apply": start(algorithms=None),
                 "algorithms: got .*LayerNorm": start(algorithms=[paramp.algorithms.LowPrecisionLayerNorm]),
             },
@@ -338,7 +342,7 @@ def test_what_a_layout_refuses_on_every_rank(world):
         call = functools.partial(gpt_engine().forward_backward, *next(batches(1, length=15)))
         each_raises(paramp.ConfigError, {"sequence of 15: expected a multiple of": call})
     with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
-        engine = engine_of(two_layers())
+        engine = engine_of(model := two_layers())
         engine.eval()
         each_raises(
             paramp.ConfigError,
@@ -350,6 +354,29 @@ def test_what_a_layout_refuses_on_every_rank(world):
             },
         )
         assert engine(X).shape == (2, 4)
+        trained = rf"another stage trains '{1 - world.rank}.weight'.*"
+        calls = {f"{trained}engine.full_state_dict": model.state_dict, f"{trained}engine.x": lambda: model(X)}
+        each_raises(RuntimeError, {**calls, trained: lambda: pickle.dumps(model)})
+        assert pickle.loads(pickle.dumps(engine.module)).state_dict().keys() == engine.module.state_dict().keys()
+        again = copy.deepcopy(model)
+        assert again(X).shape == (2, 4)
+    for one, parallel in itertools.product((again, model), ({"pipeline": 2}, {"data": 2})):
+        with paramp.launch_from_torch({"parallel": parallel}):
+            assert train_step(engine_of(one), X).stepped
+    assert model(X).shape == (2, 4)
+
+
+class OwnWeight(nn.MSELoss):
+    """A criterion with a weight of its own, which is not trained if it ``is_teacher``."""
+
+    is_teacher = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return super().forward(output, target) * (self.weight.detach() if self.is_teacher else self.weight)
 
 
 ONE_ELEMENT = "criterion: expected a tensor of one element.*got "
@@ -361,6 +388,9 @@ CRITERIA = [
     (lambda output, target: (output.sum(), 3, 4), rf"{ONE_ELEMENT}\(\), 3, 4"),
     (nn.MSELoss(reduction="none"), rf"{ONE_ELEMENT}\(1, 4\)"),
     (lambda output, target: output.detach().mean(), NO_GRADIENT),
+    (lambda output, target: (output.mean(), output.sum()), "a count of a tensor that requires a gradient"),
+    (OwnWeight(), "criterion: its parameter 'weight' got a gradient"),
+    (nn.MSELoss, "criterion: got the class MSELoss"),
     (None, "criterion: initialize got none"),
     (5, "criterion: got 5, expected a function"),
 ]
@@ -375,6 +405,18 @@ def test_criteria_that_cannot_be_learned_from_are_an_error_on_every_rank(world, 
         for criterion, message in CRITERIA:
             with pytest.raises(ValueError, match=message):
                 engine_of(two_layers(), criterion).forward_backward(x, x)
+        criterion = OwnWeight()
+        criterion.weight.grad = torch.ones(())  # of another backward
+        engine, criterion.is_teacher = engine_of(two_layers(), criterion), True
+        assert train_step(engine, x).stepped
+        if context.pp.size == 1:
+            criterion.is_teacher = False
+            with pytest.raises(paramp.ConfigError, match="'weight' got a gradient"):
+                engine.backward(engine.criterion(engine(x), x))
+            engine.zero_grad()
+            other = engine_of(criterion)  # which drops that gradient before its next window
+            assert train_step(engine, x).stepped
+            assert other.num_steps == 0
 
 
 @on_ranks(2)

@@ -50,7 +50,8 @@ def test_logits_after_reload_are_the_engines(world, name, layout):
     )  # rounding changes the routing
     batch = next(batches(name, 1))
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout], "precision": mode}):
-        engine, *_ = paramp.initialize(build(name), sgd)
+        given = build(name)
+        engine, *_ = paramp.initialize(given, sgd)
         engine.forward_backward(batch)
         engine.step()
         engine.save_pretrained(folder)
@@ -64,6 +65,8 @@ def test_logits_after_reload_are_the_engines(world, name, layout):
         if layout not in ("zero", "cp2"):
             with pytest.raises(RuntimeError, match=r"part of the model only; call engine\.save_pretrained\(folder\)"):
                 engine.module.save_pretrained(folder)
+            with pytest.raises(RuntimeError, match=r"engine\.save_pretrained\(folder\)"):
+                given.save_pretrained(folder / "given")
         engine.save_pretrained(folder, dtype=torch.float16)
         assert reloaded(name, folder).dtype == torch.float16
 

@@ -242,6 +242,14 @@ def test_what_gathered_weights_cannot_do(world, parallel):
                 with pytest.raises(paramp.ConfigError, match=f"the model's forward changes '1.{name}', which is gath"):
                     call(X, Y)
     with paramp.launch_from_torch({"parallel": parallel}):
+        model = nn.Sequential(Changing(), Changing())
+        engine = engine_of(
+            model, lambda output, y: (output - y).square().mean() + model[0].layer.weight.norm(), plan=plan
+        )
+        with pytest.raises(paramp.ConfigError, match="criterion: it uses a weight of which this rank has a shard"):
+            engine.forward_backward(X, Y)
+        assert engine.evaluate(X, Y) > 0
+    with paramp.launch_from_torch({"parallel": parallel}):
         engine, x = engine_of(nn.Sequential(Changing(), Changing()), plan=plan), X.clone().requires_grad_()
         with pytest.raises(paramp.ConfigError, match="got create_graph=True, expected gradients of the first order"):
             torch.autograd.grad(engine(x).sum(), x, create_graph=True)

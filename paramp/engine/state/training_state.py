@@ -99,6 +99,7 @@ class TrainingState:
         self._tracked[name] = thing
 
     def save(self, path: str | Path, *, wait: bool, then: Callable[[], None] | None) -> None:
+        self._context.check_open()
         self._window.check_not_averaged()
         self._num_saves += 1
         with self._context.phase(SAVE):  # by the store, as other ranks may be in collectives of a batch
@@ -115,6 +116,7 @@ class TrainingState:
     def load(self, path: str | Path, *, weights_only: bool, check: bool) -> None:
         from ...checkpoint.resharding import read  # imports torch's checkpointing and DTensor, as the first save does
 
+        self._context.check_open()
         self._window.check_not_averaged()
         with self._context.phase("checkpoint"):
             self.saver.finish()

@@ -44,15 +44,22 @@ ON_SHARDS = (
 
 
 @contextmanager
-def vocab_parallel_loss(given: Any = None, *, others: bool = True, computes: bool = True) -> Iterator[None]:
+def vocab_parallel_loss(
+    given: Any = None,
+    *,
+    others: bool = True,
+    computes: bool = True,
+    gathered: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
+) -> Iterator[None]:
     """A context in which cross-entropy of DTensor logits with a sharded vocabulary is computed without gathering them.
 
     With ``others``, what other functions of torch return is plain if it is not sharded, because DTensors do not mix
     with plain tensors: so losses can be masked and added to others. They gather the vocabulary where they need to.
-    Without ``computes`` the mode around this one computes cross-entropy. ``given``: what a criterion got.
+    ``gathered`` makes it so, and may raise an error. Without ``computes`` the mode around this one computes
+    cross-entropy. ``given``: what a criterion got.
     """
     try:
-        with _ShardedVocabulary(others, computes):
+        with _ShardedVocabulary(others, computes, gathered):
             yield
     except Exception as error:
         if MIXED in str(error) and any(map(is_dtensor, held_tensors(given))):
@@ -61,10 +68,11 @@ def vocab_parallel_loss(given: Any = None, *, others: bool = True, computes: boo
 
 
 class _ShardedVocabulary(TorchFunctionMode):
-    def __init__(self, others: bool, computes: bool) -> None:
+    def __init__(self, others: bool, computes: bool, gathered: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._others = others
         self._computes = computes
+        self._gathered = gathered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,13 +82,13 @@ class _ShardedVocabulary(TorchFunctionMode):
         if not self._others:
             return output
         if isinstance(output, torch.Tensor):
-            return _plain_unless_sharded(output)
-        return tree_map_only(torch.Tensor, _plain_unless_sharded, output) if isinstance(output, tuple) else output
+            return self._plain_unless_sharded(output)
+        return tree_map_only(torch.Tensor, self._plain_unless_sharded, output) if isinstance(output, tuple) else output
 
-
-def _plain_unless_sharded(tensor: torch.Tensor) -> torch.Tensor:
-    sharded = is_dtensor(tensor) and any(kind.is_shard() for kind in tensor.placements)
-    return tensor if sharded else full_tensor(tensor)
+    def _plain_unless_sharded(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_dtensor(tensor) or any(kind.is_shard() for kind in tensor.placements):
+            return tensor
+        return self._gathered(tensor)
 
 
 def _class_dim(logits: torch.Tensor) -> int:

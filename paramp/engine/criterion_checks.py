@@ -1,0 +1,73 @@
+"""What a criterion may not use: weights that FSDP2 has sharded, and parameters of its own that nothing steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.dtensor import full_tensor, is_dtensor, version
+from ..base.errors import ConfigError
+from .user_arguments import engine_of
+
+
+def found(loss: Any) -> Any:
+    """The model's own ``loss``; a ValueError if it is None."""
+    if loss is None:
+        raise ValueError(
+            "criterion: initialize got none, and the model's output has no loss; pass one as its third argument, "
+            "or return a mapping or dataclass with a loss"
+        )
+    return loss
+
+
+def gathered(value: Any, axes: Sequence[str]) -> Any:
+    """What a criterion has computed, gathered if it is a DTensor: of outputs, which are sharded over ``axes``.
+
+    Raises:
+        ConfigError: it is of a shard of a weight, whose gradient would be of this rank's samples alone.
+    """
+    if is_dtensor(value) and value.requires_grad and not {*(value.device_mesh.mesh_dim_names or ())} <= {*axes}:
+        raise ConfigError(
+            "criterion: it uses a weight of which this rank has a shard (parallel.data.shard gathers those of a block "
+            "while it is called only); compute what depends on weights in the model's forward, or use the optimizer's "
+            "weight_decay"
+        )
+    return full_tensor(value)
+
+
+def training_nothing_of(criterion: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts for backwards; a ConfigError on exit if a parameter of the criterion's own got a gradient.
+
+    A parameter that an engine trains may get one: that engine drops it before its next window.
+    """
+    named = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
+    # Weak, because the whole model may be among its modules.
+    trained = [(name, weakref.ref(one)) for name, one in named if one.requires_grad]
+    return partial(_training_none_of, trained) if trained else nullcontext
+
+
+@contextmanager
+def _training_none_of(named: Sequence[tuple[str, Callable[[], nn.Parameter | None]]]) -> Iterator[None]:
+    before = [(name, one, _gradient(one)) for name, reference in named if (one := reference()) is not None]
+    yield
+    for name, one, (gradient, changes) in before:
+        now, changes_now = _gradient(one)
+        is_changed = now is not gradient or changes_now != changes
+        if is_changed and engine_of.get(one, lambda: None)() is None:
+            raise ConfigError(
+                f"criterion: its parameter {name!r} got a gradient, which the engine neither unscales nor sums over "
+                "ranks, nor steps; make the criterion a module of the model, whose forward computes the loss, or "
+                "freeze the parameter"
+            )
+
+
+def _gradient(parameter: nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    """The gradient of ``parameter``, and a counter that grows with its changes in place."""
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else version(gradient)
