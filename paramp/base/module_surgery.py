@@ -76,7 +76,7 @@ def run_within(module: nn.Module, context: Callable[[nn.Module], AbstractContext
     own = type(module).forward if replaced is None else unbound(replaced, module)
 
     @functools.wraps(own)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         run = type(module).forward if replaced is None else own
         entered = context(module)
         if entered is None:
@@ -162,7 +162,10 @@ def keep_only(module: nn.Module, paths: Collection[str], prefix: str = "", *, in
     modes of other modules in it, and gets stand-ins of these without memory. ``in_own_train``: there is one further up.
     """
     part = shallow_copy(module)
-    if has_own_train := type(module).train is not nn.Module.train:
+    own_train = type(module).train
+    # transformers' sets no modes, and may ask for the device of the first parameter.
+    has_own_train = own_train is not nn.Module.train and own_train.__module__ != "transformers.modeling_utils"
+    if has_own_train:
         part.__dict__["train"] = MethodType(_train_with_absent, part)
     in_own_train |= has_own_train
     part._modules = {}
@@ -275,7 +278,7 @@ def _keeping_parameters(module: nn.Module) -> Iterator[None]:
     modules = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
     tables = [(one._parameters, dict(one._parameters)) for one in modules]
     with unwatched():
-        memory = {one: local(one).data for one in module.parameters()}
+        memory = {one: local(one).data for one in module.parameters() if one.layout is torch.strided}
         values = {one: kept.clone() for one, kept in memory.items() if kept.numel() <= MOST_COPIED}
     try:
         yield
@@ -318,9 +321,10 @@ def refusing_other_values(
     """A context that raises ``error`` of its name for one of the tensors that has other values after it.
 
     Unlike :func:`~paramp.base.dtensor.refusing_changes` it finds changes through ``.data``, and allows those to the
-    values that were there, as of peft.
+    values that were there, as of peft. It finds no other order of the same values, and asks no quantized tensors.
     """
-    tensors = [(name, tensor, _sum_of_bits(tensor)) for name, tensor in named]
+    dense = [(name, tensor) for name, tensor in named if type(local(tensor).data) is torch.Tensor]
+    tensors = [(name, tensor, _sum_of_bits(tensor)) for name, tensor in dense]
     yield
     changed = [_sum_of_bits(tensor) != before for _, tensor, before in tensors]
     if changed and torch.stack(changed).any():
@@ -378,8 +382,8 @@ def cast_parameters(
 ) -> None:
     """Store the floating-point parameters and buffers of ``module`` in ``dtype``; those of several names stay one.
 
-    Parameters stay the same objects, as in ``module.half()``, but lose their gradients. DTensors and parameters of
-    other classes of tensors are replaced, because ``.data`` of these cannot be assigned.
+    Trained parameters stay the same objects, as in ``module.half()``, but lose their gradients. DTensors and parameters
+    of other classes of tensors are replaced, because ``.data`` of these cannot be assigned.
 
     Args:
         keep_batchnorm_fp32: store those of batch norms in fp32.
@@ -395,7 +399,8 @@ def cast_parameters(
                 wanted = stored_dtype(submodule, name, parameter, in_dtype, keep_batchnorm_fp32=keep_batchnorm_fp32)
                 if parameter.dtype is not wanted and parameter not in seen:
                     value = parameter.detach().to(wanted)
-                    if replace or type(value) is not torch.Tensor:
+                    # A frozen one may be shared with a model that is not cast, such as a teacher.
+                    if replace or not parameter.requires_grad or type(value) is not torch.Tensor:
                         new = nn.Parameter(value, parameter.requires_grad)
                         setattr(submodule, name, carry_over(parameter, new))
                     else:

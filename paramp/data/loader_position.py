@@ -94,6 +94,7 @@ class LoaderPosition:
         epoch = self._next_epoch
         self._next = epoch + 1
         for index, call in enumerate(self._calls):
+            call.look()
             if not call.by_script:
                 call(self._numbers[index] if self._numbers else epoch)
             call.by_script = False
@@ -113,6 +114,8 @@ class LoaderPosition:
     def aside(self) -> Iterator[None]:
         """A context in which an iteration is over the whole of :attr:`epoch`; then the position is what it was."""
         before = self._current, self._next, self.skip, self._numbers, self._generator.get_state()
+        for call in self._calls:
+            call.look()
         told = [(call, call.number, call.by_script) for call in self._calls]
         sampler, epoch = self.sampler, self.epoch
         of_sampler = None if sampler is None else (sampler.epoch, sampler.skip)
@@ -150,6 +153,7 @@ class LoaderPosition:
         self._current = None
         self._numbers = numbers if len(numbers) == len(self._calls) else []
         for call in self._calls:
+            call.look()
             call.by_script = False
         self._go_to(epoch)
         self.skip, rest = divmod(given, self._unit)
@@ -176,6 +180,9 @@ class _SetEpoch:
     _call: Callable[..., Any]
     number: Any
     """What the sampler was told last; None if that is not known."""
+    _sampler: Any
+    _shown: Any
+    """Its ``epoch`` after the last call here; a script may assign another one, or tell a sampler inside."""
     by_script: bool = False
     """Whether the script has called since the last iteration of a loader began, or since a load."""
 
@@ -189,13 +196,20 @@ class _SetEpoch:
             )
         found = vars(sampler).get("set_epoch")
         if not isinstance(found, _SetEpoch):
-            found = vars(sampler)["set_epoch"] = _SetEpoch(sampler.set_epoch, getattr(sampler, "epoch", None))
+            epoch = getattr(sampler, "epoch", None)
+            found = vars(sampler)["set_epoch"] = _SetEpoch(sampler.set_epoch, epoch, sampler, epoch)
         return found
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         result = self._call(*args, **options)
         self.number, self.by_script = next(iter((*args, *options.values())), None), True
+        self._shown = getattr(self._sampler, "epoch", None)
         return result
+
+    def look(self) -> None:
+        """See an epoch that was not told by a call here."""
+        if (epoch := getattr(self._sampler, "epoch", None)) != self._shown:
+            self.number, self.by_script, self._shown = epoch, True, epoch
 
 
 @dataclass(eq=False)

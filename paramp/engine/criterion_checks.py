@@ -46,9 +46,15 @@ def training_nothing_of(criterion: Any) -> Callable[[], AbstractContextManager[N
 
     A parameter that an engine trains may get one: that engine drops it before its next window.
     """
-    named = criterion.named_parameters() if isinstance(criterion, nn.Module) else ()
-    # Weak, because the whole model may be among its modules.
-    trained = [(name, weakref.ref(one)) for name, one in named if one.requires_grad]
+    modules = criterion.named_modules() if isinstance(criterion, nn.Module) else ()
+    # Weak, because the whole model may be among its modules. Those in evaluation mode are of a fixed network.
+    trained = [
+        (name, weakref.ref(one))
+        for path, module in modules
+        if module.training
+        for name, one in module.named_parameters(path, recurse=False)
+        if one.requires_grad
+    ]
     return partial(_training_none_of, trained) if trained else nullcontext
 
 
@@ -62,8 +68,8 @@ def _training_none_of(named: Sequence[tuple[str, Callable[[], nn.Parameter | Non
         if is_changed and engine_of.get(one, lambda: None)() is None:
             raise ConfigError(
                 f"criterion: its parameter {name!r} got a gradient, which the engine neither unscales nor sums over "
-                "ranks, nor steps; make the criterion a module of the model, whose forward computes the loss, or "
-                "freeze the parameter"
+                "ranks, nor steps; make the criterion a module of the model, whose forward computes the loss, or, "
+                "for a fixed network, call its eval() before initialize, or freeze it with requires_grad_(False)"
             )
 
 

@@ -62,12 +62,16 @@ def release(model: nn.Module) -> None:
 
 
 def redirect_saving(module: nn.Module, *, is_part: bool = False) -> None:
-    """Make ``module.save_pretrained`` an error if a parameter is sharded, or if ``module`` is a part of the model."""
+    """Make ``module.save_pretrained`` of its own values an error if a parameter is sharded, or ``module`` is a part."""
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    own: Any = type(module)
+
+    def save(*args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is not None:  # such as engine.full_state_dict(), on rank 0
+            return own.save_pretrained(module, *args, **options)
         raise RuntimeError(
             "save_pretrained: this rank has a part of the model only; call engine.save_pretrained(folder) on every rank"
         )
 
     if hasattr(module, "save_pretrained") and (is_part or any(map(is_dtensor, module.parameters()))):
-        module.__dict__["save_pretrained"] = refuse
+        module.__dict__["save_pretrained"] = save

@@ -190,7 +190,7 @@ class SharedFailure:
         """
         if len(self._peers) == 1:
             return True
-        if is_lost_connection(error):
+        if isinstance(error, AfterBatchError) or not isinstance(error, Exception) or is_lost_connection(error):
             return False
         what = f"forward/{number}"
         answer = str(self._peers_failed_too(what))

@@ -250,14 +250,17 @@ class LoopRunner(BatchRunner):
             return no_loss(output, microbatch)
 
         output, failure = None, None
-        with self._context.phase("evaluation"), self._computing(), self._stages.running(backward=False):
-            try:
-                self.pipeline.run(microbatches, see, backward=False)
-                output = join(outputs) if outputs else None
-            except Exception as error:
-                if not self.pipeline.in_step:
-                    raise
-                failure = error
+        try:
+            with self._context.phase("evaluation"), self._computing(), self._stages.running(backward=False):
+                try:
+                    self.pipeline.run(microbatches, see, backward=False)
+                    output = join(outputs) if outputs else None
+                except Exception as error:
+                    if not self.pipeline.in_step:
+                        raise
+                    failure = error
+        except AfterBatchError as error:
+            failure = failure or error
         group, last_rank = self._context.stage_axis.group, self.pipeline.last_rank
         self._failure.agree(failure, group)
         return broadcast_tree(output, self._context.device, group, last_rank)

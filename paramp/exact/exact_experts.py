@@ -61,7 +61,7 @@ class ExactExperts(ExpertParallel):
             self._shard(module, device_mesh)
             group = device_mesh.get_group()
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self._forwards.sees_parts:
                 raise ConfigError(
                     f"reproducible.sequence_slices: a {type(module).__name__} in {self._forwards.module} is called "

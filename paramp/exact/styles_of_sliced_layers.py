@@ -107,7 +107,7 @@ class SlicedColwise(SlicedStyle):
         self._shard(module, "weight", dim, device_mesh)
         self._shard(module, "bias", 0, device_mesh)
 
-        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = *args, *kwargs.values()  # Conv1D has another name for it
             weight, bias = self._part(module, "weight", dim), self._part(module, "bias", 0)
             assert weight is not None
@@ -145,7 +145,7 @@ class SlicedRowwise(SlicedStyle):
 
             distribute(module, "bias", device_mesh, Replicate())
 
-        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = *args, *kwargs.values()
             weight, bias = self._part(module, "weight", dim), parameter_of(module, "bias")
             assert weight is not None
@@ -198,7 +198,7 @@ class SlicedSequence(SlicedStyle):
             for name in list(module._parameters):
                 distribute(module, name, device_mesh, Replicate())
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
             x, with_first = first_input(args, kwargs)
             _check_inputs(module, x, [*args, *kwargs.values()][1:])
             sharded = self.sequence and layout.tensor_group is not None

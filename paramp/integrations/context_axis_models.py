@@ -49,7 +49,7 @@ def cut_sequences(model: nn.Module, axis: AddedAxis, context: ParallelContext) -
     same = SameBatches(context, _raise)
 
     @functools.wraps(cut.own_forward)
-    def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         batch = Batch(args, kwargs)
         same.check(model.training, batch)
         with axis.computing():

@@ -73,7 +73,7 @@ def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
     replaced: Callable[..., Any] | None = block.__dict__.get("forward")
     own = None if replaced is None else unbound(replaced, block)
 
-    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         run = partial(type(block).forward if own is None else own, block)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)

@@ -126,10 +126,10 @@ def _compiled_modules(block: nn.Module) -> Iterator[nn.Module]:
 def _compiled(name: str, options: Mapping[str, Any], of_unit: bool) -> Callable[..., Any]:
     """A compiled function that calls the block that is its first argument; ``of_unit``: without its own hooks."""
 
-    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return block._call_impl(*args, **kwargs)
 
-    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: Any, /, *args: Any, **kwargs: Any) -> Any:
         return block._eager_forward(*args, **kwargs)
 
     run = forward if of_unit else call

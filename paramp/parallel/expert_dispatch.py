@@ -76,7 +76,7 @@ class ExpertParallel(ParallelStyle):
         group = device_mesh.get_group()
 
         @uncompiled  # the number of rows differs from call to call
-        def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
             shards = {name: local_shard(value) for name, value in module._parameters.items() if value is not None}
             return output_of_all(module, shards, inputs_in_order(module, args, kwargs), group)
 

@@ -198,7 +198,7 @@ def _may_open(module: nn.Module) -> bool:
 def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int) -> nn.Module:
     """A stage's module: called with the model's inputs on the first stage, with what it received and keywords later."""
 
-    def forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(part: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         call, values = (call_of(args, kwargs), tensors(args)) if index == 0 else args[0]
         for name in opened_names:
             check_mode(name, part.get_submodule(name), part)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ..base.collectives import sends_by_host
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError, at_users_line
-from ..base.module_surgery import MOST_COPIED, keeping_state, refusing_other_values, thawed_since
+from ..base.module_surgery import keeping_state, thawed_since
 from ..base.observer_spans import Observer, begin_call, span
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
@@ -283,12 +283,9 @@ class Pipeline:
         """
         random, stage.random = stage.random, nullcontext()
         frozen = [parameter for parameter in self._trained if not parameter.requires_grad]
-        named = stage.module.named_parameters() if self._stages.units is None else ()  # units refuse all changes
-        large = [(name, one) for name, one in named if one.numel() > MOST_COPIED]
         try:
             alone, thawed = counted_alone(stage), _requiring_gradients(frozen, True)
-            unchanged, kept = refusing_other_values(large, _changed_weight), keeping_state(stage)
-            with alone, thawed, unchanged, kept, without_draws(self._context.device), torch.enable_grad():
+            with alone, thawed, keeping_state(stage), without_draws(self._context.device), torch.enable_grad():
                 # Copied, because a stage that changes its inputs in place is to do so once.
                 args, kwargs = map_tensors(torch.clone, (microbatch.args, microbatch.kwargs))
                 overlapping: list[torch.Tensor] = []
@@ -313,13 +310,6 @@ def _changed_view(shape: str) -> ConfigError:
         f"parallel.pipeline.split: a stage changes a tensor of shape {shape} in place, of which it has also got a "
         "view, or a tensor that this is a view of: as a copy, which keeps the old values; write y = y + x for y += x, "
         "make the view later, or split so that one stage has the view and the sum"
-    )
-
-
-def _changed_weight(name: str) -> ConfigError:
-    return ConfigError(
-        f"parallel.pipeline.size: the forward changes {name!r}, also where a stage is tried on zeros to find its "
-        f"shapes, and there is no copy of a parameter of more than {MOST_COPIED} elements; change it between steps"
     )
 
 

@@ -63,7 +63,7 @@ def _in_fp32(run: Any) -> Any:
     """``run``, a forward of a router and its inputs, in fp32."""
 
     @functools.wraps(run)
-    def forward(router: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(router: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         stored = next((value.dtype for value in router.parameters()), torch.float32)
         with _wide(router):
             args, kwargs = map_tensors(_widened, (args, kwargs))

@@ -698,11 +698,12 @@ def test_misuse_is_refused():
         with pytest.raises(AmpError, match="load_state_dict: assign=True replaces weight, which an optimizer"):
             model.load_state_dict(model.state_dict(), assign=True)
         model.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-        model.weight = nn.Parameter(model.weight.detach().clone())
-        with pytest.raises(AmpError, match=r"of shape \(1, 4\) was replaced in its model by one that no optimizer"):
+        for _ in range(2):  # also of one that has joined the optimizer later
+            model.weight = nn.Parameter(model.weight.detach().clone())
+            with pytest.raises(AmpError, match=r"of shape \(1, 4\) was replaced in its model by one that no optimizer"):
+                learn(model, optimizer)
+            optimizer.add_param_group({"params": [model.weight]})
             learn(model, optimizer)
-        optimizer.add_param_group({"params": [model.weight]})
-        learn(model, optimizer)
     model, optimizer = prepared("O2")
     learn(model, optimizer)
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.weight))

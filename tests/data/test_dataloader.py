@@ -366,6 +366,9 @@ def test_a_sampler_that_shards_itself_keeps_what_the_script_has_told_it_since_th
         flat(epoch(loader))
         told.append(sampler.epoch)
     assert told == [0, 7, 8, 3, 4, 9, 9]
+    sampler.epoch = 5  # without a call
+    flat(epoch(loader))
+    assert sampler.epoch == 5
 
 
 def test_the_rest_of_an_epoch_has_the_number_that_it_began_with():

@@ -405,6 +405,7 @@ def test_criteria_that_cannot_be_learned_from_are_an_error_on_every_rank(world, 
         for criterion, message in CRITERIA:
             with pytest.raises(ValueError, match=message):
                 engine_of(two_layers(), criterion).forward_backward(x, x)
+        assert train_step(engine_of(two_layers(), OwnWeight().eval()), x).stepped
         criterion = OwnWeight()
         criterion.weight.grad = torch.ones(())  # of another backward
         engine, criterion.is_teacher = engine_of(two_layers(), criterion), True

@@ -172,7 +172,8 @@ def test_every_trained_parameter_is_in_a_buffer_of_the_modes_dtype(mode):
         model.append(nn.Linear(16, 16))  # of which float8 takes the sizes
         given = dict(model.named_parameters())
         engine = engine_of(model)
-        assert all(model.get_parameter(name) is one for name, one in given.items())
+        assert all(model.get_parameter(name) is one for name, one in given.items() if one.requires_grad)
+        assert given["3.weight"].dtype is torch.float32  # a model that is not cast may share it
         kept = ["1.bias", "1.weight"] if mode == "O2" else []
         for name, parameter in model.named_parameters():
             assert parameter.dtype is (torch.float32 if name in kept else engine.precision.weights), name

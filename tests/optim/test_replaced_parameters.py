@@ -263,6 +263,8 @@ def test_a_use_of_parameters_from_before_initialize_that_it_has_replaced_is_an_e
         engine = engine_of(model, plan={"0": "colwise", "2": "rowwise"} if layout == "tp2" else None)
         assert other() is None
         for use, problem in (
+            (lambda: None, None),
+            (lambda: None, None),
             (lambda: held.sum().backward(), "has a gradient"),
             (lambda: held.requires_grad_(False), "was changed"),
             (lambda: held.requires_grad_(), None),

@@ -98,10 +98,10 @@ class Gate(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x, pair, /, shift=None):
+    def forward(self, x, pair, /, part=None):  # as a function of paramp's calls the module
         left, right = pair
         y = self.two(torch.relu(self.one(x * left)))
-        return {"sum": y + right if shift is None else y + right * shift, "sign": y > 0}
+        return {"sum": y + right if part is None else y + right * part, "sign": y > 0}
 
 
 def gate_loss(output, target):
@@ -135,7 +135,7 @@ def test_tuples_go_to_the_first_stage_and_targets_are_trees(world):
         engine.zero_grad()
         engine.eval()
         shift = torch.full((8, 1), 2.0)
-        shown = engine(x, (left, right), shift=shift)
+        shown = engine(x, (left, right), part=shift)
         torch.testing.assert_close(shown["sum"], model(x, (left, right), shift)["sum"].detach())
         for batch in ((x, (left, right)), [x, [left, right]]):
             torch.testing.assert_close(engine(batch)["sum"], whole_output["sum"].detach())

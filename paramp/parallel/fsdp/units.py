@@ -57,10 +57,6 @@ CAST_LAYERS = (
 )
 """Autocast casts their weights; those of derived classes too, unless their forward is another."""
 
-COMPARED = 2
-"""The first forwards of a unit, after which its gathered parameters are compared with their shards, also if nothing
-counts their changes, as of ``p.data`` in place. On a GPU the host waits for it."""
-
 ERRORS = {
     "mixed torch.Tensor and DTensor": (
         "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while it is called; "
@@ -437,7 +433,6 @@ class _Weights:
         """``names``: of the parameters in the model, by torch's records of them; ``changed`` gets those of some."""
         self._names, self._changed = names, changed
         self._before: dict[Any, tuple[int, int]] = {}
-        self._num_checks = 0
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
@@ -446,13 +441,11 @@ class _Weights:
 
     @uncompiled
     def check(self, module: nn.Module, *_: Any) -> None:
-        self._num_checks += 1
-        compares = self._num_checks <= COMPARED
         with unwatched():
             for one, state in fsdp2_internals.states_of_gathered(module).items():
                 # Parametrizations, such as peft's of parameters, write to a weight what it has.
-                seen = compares or state != self._before.get(one)
-                if (seen and fsdp2_internals.differs_from_shard(one)) or fsdp2_internals.is_replaced(one):
+                written = state != self._before.get(one) and fsdp2_internals.differs_from_shard(one)
+                if written or fsdp2_internals.is_replaced(one):
                     self._changed.append(self._names[one])
 
 

@@ -30,7 +30,7 @@ def without_cache(model: nn.Module) -> nn.Module:
     counted, count, named = counting(model), label_count(model), inputs_by_name(model)
     routers, kind = RouterLoss.of(model), type(model)
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         kwargs = {**options, **kwargs, "return_dict": True}
         balanced = nullcontext() if routers is None else routers.taken_over(module, count(args, kwargs))
         with masked_by(named(args, kwargs).get(MASK)), balanced:

@@ -246,7 +246,7 @@ class PackedColwise(ParallelStyle):
         distribute_packed(module, "bias", device_mesh, 0, self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
-        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = *args, *kwargs.values()  # Conv1D has another name for it
             bias = self._local(module, "bias", 0)
             if replaced is not None:
@@ -269,7 +269,7 @@ class PackedRowwise(PackedColwise):
         distribute_packed(module, "weight", device_mesh, self.dim(module), self.parts)
         replaced, group = module.__dict__.get("forward"), device_mesh.get_group()
 
-        def forward(module: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = *args, *kwargs.values()
             bias = module._parameters["bias"]
             if replaced is None:

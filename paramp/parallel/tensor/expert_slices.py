@@ -118,7 +118,7 @@ class ExpertSlices(ParallelStyle):
         def enter_each(value: Any) -> Any:
             return enter(value, group) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
             args, kwargs = tree_map(enter_each, (args, kwargs))
             with with_parameters(module, slices(module)):
                 return sum_over_ranks(type(module).forward(module, *args, **kwargs), group)

@@ -192,9 +192,13 @@ class ApexOptimizer:
 
     def _add_param_group(self, original: Any, param_group: dict[str, Any]) -> None:
         """Add parameters of a model after ``initialize``; their masters are made from the current values."""
-        given = param_group["params"]
+        given, current = param_group["params"], self.session.current_ids()
+
+        def stepped_for(weight: torch.Tensor) -> torch.Tensor:
+            return self._stepped_for(weight, of_model=id(weight) in current)
+
         param_group["params"] = [
-            (item[0], self._stepped_for(item[1])) if isinstance(item, tuple) else self._stepped_for(item)
+            (item[0], stepped_for(item[1])) if isinstance(item, tuple) else stepped_for(item)
             for item in ([given] if isinstance(given, torch.Tensor) else given)
         ]
         original(param_group)

@@ -23,7 +23,7 @@ class AmpWeight(ChangeableMasters):
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor, *, of_model: bool) -> None:
         super().__init__(weight, stepped)
         self.scale: float | None = None  # of the gradient in the weight, until it is moved to ``stepped``
-        self.of_model = of_model  # whether the weight was a parameter of one of the models in ``initialize``
+        self.of_model = of_model  # whether it was a parameter of one of the models when it was recorded
         self.checked = False  # set before the first backward
         self.is_incomplete = False  # a failed backward has lost delayed gradients, until zero_grad()
         self._accumulates = False  # during a backward, whether the weight has a delayed gradient of an earlier one
