@@ -315,30 +315,6 @@ def _keeping_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def refusing_other_values(
-    named: Iterable[tuple[str, torch.Tensor]], error: Callable[[str], Exception]
-) -> Iterator[None]:
-    """A context that raises ``error`` of its name for one of the tensors that has other values after it.
-
-    Unlike :func:`~paramp.base.dtensor.refusing_changes` it finds changes through ``.data``, and allows those to the
-    values that were there, as of peft. It finds no other order of the same values, and asks no quantized tensors.
-    """
-    dense = [(name, tensor) for name, tensor in named if type(local(tensor).data) is torch.Tensor]
-    tensors = [(name, tensor, _sum_of_bits(tensor)) for name, tensor in dense]
-    yield
-    changed = [_sum_of_bits(tensor) != before for _, tensor, before in tensors]
-    if changed and torch.stack(changed).any():
-        raise error(next(name for (name, _, _), one in zip(tensors, changed, strict=True) if one))
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the elements as integers, in which NaN is equal to itself; 0-dim int64."""
-    values = local(tensor).data
-    with unwatched():
-        return values.reshape(-1).view(torch.uint8 if values.itemsize == 1 else torch.int16).sum()
-
-
-@contextmanager
 def keeping_ties(module: nn.Module) -> Iterator[list[tuple[str, ...]]]:
     """On exit, tie the parameters of ``module`` again that were tied on entry, to the one of the first name.
 

@@ -172,9 +172,10 @@ class LoaderPosition:
 
 @dataclass(eq=False)
 class _SetEpoch:
-    """``set_epoch`` of a sampler of the user's, in its place: it keeps the last call, and whether the script made it.
+    """``set_epoch`` of a sampler of the user's, in its place: it keeps what the sampler was told, and who did.
 
-    Numbers do not tell: a script may give the one from before again, and not every sampler shows it as ``epoch``.
+    A script calls it, maybe with the number from before, and not every sampler shows a number as ``epoch``: so calls
+    are seen. Or it assigns ``epoch``, or calls that of a sampler inside: so :meth:`look` compares what is shown.
     """
 
     _call: Callable[..., Any]
@@ -182,9 +183,9 @@ class _SetEpoch:
     """What the sampler was told last; None if that is not known."""
     _sampler: Any
     _shown: Any
-    """Its ``epoch`` after the last call here; a script may assign another one, or tell a sampler inside."""
+    """Its ``epoch`` after the last call or look."""
     by_script: bool = False
-    """Whether the script has called since the last iteration of a loader began, or since a load."""
+    """Whether the script has told it since the last iteration of a loader began, or since a load."""
 
     @staticmethod
     def of(sampler: Any) -> _SetEpoch:
@@ -207,7 +208,7 @@ class _SetEpoch:
         return result
 
     def look(self) -> None:
-        """See an epoch that was not told by a call here."""
+        """See an epoch that came without a call here."""
         if (epoch := getattr(self._sampler, "epoch", None)) != self._shown:
             self.number, self.by_script, self._shown = epoch, True, epoch
 

@@ -23,7 +23,7 @@ from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stages
 from ..precision.compute_context import ComputeContext, default_dtype_of, moved
 from .accumulation_window import AccumulationWindow, LossTotals, WindowLosses
-from .criterion_checks import found, gathered, training_nothing_of
+from .criterion_checks import gathered, required, training_nothing_of
 from .model_plan import sequence_axis
 from .power_of_two_loss_divisor import Criterion, Loss, as_count
 
@@ -108,7 +108,7 @@ class CheckedCriterion:
             output = self.joined(output, microbatch)
             with self.compute.whole_sequences():
                 return self(*((output,) if microbatch.target is None else (output, microbatch.target)))
-        return _checked(found(self._own_loss(output, microbatch)))
+        return _checked(required(self._own_loss(output, microbatch)))
 
     def joined(self, output: Any, batch: Batch) -> Any:
         """The ``output`` for ``batch``, with the tokens of all ranks of the context axis, and the loss of them."""
@@ -140,7 +140,7 @@ class CheckedCriterion:
             ConfigError: it used a weight that FSDP2 has sharded.
         """
         if self._criterion is None:
-            return _checked(found(self.counted(loss_in(args[0] if args else None), in_training=True)))
+            return _checked(required(self.counted(loss_in(args[0] if args else None), in_training=True)))
         args, kwargs = map_tensors(lambda tensor: moved(tensor, self.compute.device), (args, kwargs))
         with self.compute.sharded_loss((args, kwargs)):
             return _checked(self._criterion(*args, **kwargs), self.compute.gathered)

@@ -1,4 +1,4 @@
-"""What a criterion may not use: weights that FSDP2 has sharded, and parameters of its own that nothing steps."""
+"""Checks of losses: that there is one, of no weight that FSDP2 has sharded, and of no parameter that nothing steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..base.errors import ConfigError
 from .user_arguments import engine_of
 
 
-def found(loss: Any) -> Any:
+def required(loss: Any) -> Any:
     """The model's own ``loss``; a ValueError if it is None."""
     if loss is None:
         raise ValueError(

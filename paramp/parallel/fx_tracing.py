@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -343,7 +343,7 @@ class _Tracer(ValueTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         # torch's own trace_asserts supports the bytecode of older Python versions only.
         frame = _users_frame()
-        if frame is None or not _asserts(frame):
+        if frame is None or not _asserts(frame.f_code, frame.f_lasti):
             return super().to_bool(obj)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.create_proxy("call_function", _require, (obj, f"the model's assertion at {where} failed"), {})
@@ -398,9 +398,10 @@ def _modes() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
 
 
-def _asserts(frame: FrameType) -> bool:
-    """Whether ``frame`` is executing an ``assert``, which would raise AssertionError if the value is false."""
-    following = [step.opname for step in dis.get_instructions(frame.f_code) if step.offset > frame.f_lasti]
+@functools.lru_cache(maxsize=2**10)
+def _asserts(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at ``offset`` is of an ``assert``, which raises AssertionError if the value is false."""
+    following = [step.opname for step in dis.get_instructions(code) if step.offset > offset]
     return "LOAD_ASSERTION_ERROR" in following[:2] or "LOAD_COMMON_CONSTANT" in following[:2]
 
 

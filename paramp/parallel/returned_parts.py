@@ -30,14 +30,14 @@ def refuse_returned_parts(model: nn.Module) -> None:
     """
     if any(getattr(module, RETURNS_PART, False) for module in model.modules()):
         outputs = _FirstOutputs()
-        model.register_forward_pre_hook(outputs.begin)
-        model.register_forward_hook(outputs.check)
+        outputs.hooks = [model.register_forward_pre_hook(outputs.begin), model.register_forward_hook(outputs.check)]
 
 
 class _FirstOutputs:
     """The outputs of a model that are still to be checked."""
 
     def __init__(self) -> None:
+        self.hooks: list[RemovableHandle] = []  # of the model, until both are checked
         self._modes = {True, False}  # training, evaluation
         self._handles: list[RemovableHandle] = []
         self._last: tuple[nn.Module, torch.Tensor] | None = None  # what the last sharded layer returned, if a part
@@ -61,6 +61,9 @@ class _FirstOutputs:
                 "vocab_logits (for sequence_colwise: sequence_vocab_logits)"
             )
         self._modes.discard(model.training)
+        if not self._modes:
+            for hook in self.hooks:
+                hook.remove()
 
     def _end(self) -> None:
         for handle in self._handles:

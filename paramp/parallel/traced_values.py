@@ -15,10 +15,11 @@ import inspect
 import linecache
 import operator
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Recorded(fx.Proxy):
     @property  # type: ignore[misc]  # its value cannot be set
     def __class__(self) -> type:
         frame = _asking_frame()
-        if frame is None or is_size(self.node) or not _reads_class():
+        if frame is None or not _reads_class() or is_size(self.node):
             return Recorded
         kind = type(self.tracer.stand_in(self.node))
         _answer(self, kind, frame)  # as a match asks
@@ -88,9 +89,13 @@ def _reads_class() -> bool:
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name == CHECK):
         frame = frame.f_back
-    if frame is None:
-        return False
-    step = [step for step in dis.get_instructions(frame.f_code) if step.offset <= frame.f_lasti][-1]
+    return frame is not None and _reads_class_at(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=2**10)
+def _reads_class_at(code: CodeType, offset: int) -> bool:
+    """Of the instruction at ``offset``; cached, because each trace of a forward asks again."""
+    step = [step for step in dis.get_instructions(code) if step.offset <= offset][-1]
     return step.opname == "MATCH_CLASS" or step.argval == "__class__"
 
 
@@ -125,7 +130,7 @@ for _name in IN_PLACE:
     setattr(Recorded, f"__{_name}__", _changing(getattr(operator, _name)))
 
 
-class ValueTracer(fx.Tracer):
+class ValueTracer(fx.Tracer, ABC):
     """A tracer of such values, which tells their classes."""
 
     def __init__(self) -> None:
@@ -161,9 +166,9 @@ class ValueTracer(fx.Tracer):
         returned = self.returned_by(*self._calls[node])
         return returned.tracer.stand_in(returned.node) if issubclass(type(returned), Recorded) else returned
 
+    @abstractmethod
     def returned_by(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the forward of ``module`` returns when it is traced; a tensor if it cannot be."""
-        raise NotImplementedError
 
 
 @contextmanager

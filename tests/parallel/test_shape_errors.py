@@ -94,6 +94,10 @@ def test_a_model_that_returns_a_part_of_its_features_is_refused_on_every_rank(wo
             engine.evaluate(x, x)
         engine = engine_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), plan={"1": "colwise_gather"})
         assert engine.forward_backward(x, x).isfinite()
+        engine = engine_of(nn.Sequential(nn.Linear(8, 8), Head()), plan={"1.layer": "colwise"})
+        engine.forward_backward(x, x)
+        engine.evaluate(x, x)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in engine.module.modules())
 
 
 def test_an_error_without_sharded_layers_is_the_models_own():

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
-from ...base.module_surgery import BATCH_NORMS, keeping_state, refusing_other_values, with_forward
+from ...base.module_surgery import BATCH_NORMS, keeping_state, with_forward
 from ...base.trees import leaves, map_leaves, tensors
 from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext
@@ -29,7 +29,7 @@ from ..loss_and_outputs_of_batch import loss_in
 from ..microbatches import Batch
 from ..tensor.sharded_loss import IGNORED
 from .cut_sequences import SequenceAxis, length_of
-from .varied_weights_for_trial import varied
+from .weights_in_trial import refusing_other_values, varied
 
 MIXING = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -228,7 +228,7 @@ class CutStage:
                 some_args, some_kwargs = self.inputs.cut(args, kwargs, tokens, axis)
                 # First, so that a table of places that the model keeps is found in the part, and does not stay.
                 with axis.paused():
-                    with self.inputs.whole(), refusing_other_values(self.stage.named_parameters(), _changed_weight):
+                    with self.inputs.whole(), refusing_other_values(self.stage):
                         expected = self.compute(*args, **kwargs)
                     whole_loss = self._own_loss(expected, args, kwargs)
                 try:
@@ -359,13 +359,6 @@ def dim_of_tokens(leaf: Any, length: int) -> int | None:
     if leaf.shape[1] == length:
         return 1
     return 3 if leaf.shape[1:] == (1, 1, length) else None
-
-
-def _changed_weight(name: str) -> ConfigError:
-    return ConfigError(
-        f"parallel.context.size: the forward changes the parameter {name!r}, which each rank would compute from its "
-        "own tokens; change it between steps, or set the size to 1"
-    )
 
 
 def _widened(_: str, leaf: Any) -> Any:

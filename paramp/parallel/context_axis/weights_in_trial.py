@@ -1,7 +1,9 @@
-"""Weights for a trial: where all elements of a parameter are one value, its own may hide what a stage computes.
+"""Weights in a trial: where all elements of a parameter are one value, its own may hide what a stage computes.
 
 A table of positions that is 0, a gate that is 0 before a layer, or a head of zeros give the same outputs whatever the
 stage does with tokens. So each element of such a parameter gets another value for the trial, and its own after it.
+
+A forward that changes parameters is refused: each rank would compute them from its own tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
+from ...base.errors import ConfigError
 from ...base.uncompiled import unwatched
 from ...base.wrapped_models import is_unit
 from ..fsdp import fsdp2_internals
@@ -75,3 +78,29 @@ def _free_gathered(units: list[nn.Module]) -> None:
         unit.reshard()  # type: ignore[operator]
     if units and torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+@contextmanager
+def refusing_other_values(stage: nn.Module) -> Iterator[None]:
+    """A context that raises a ConfigError for a parameter of ``stage`` that has other values after it.
+
+    Unlike :func:`~paramp.base.dtensor.refusing_changes` it finds changes through ``.data``, and allows those to the
+    values that were there, as of peft. It finds no other order of the same values, and asks no quantized tensors.
+    """
+    dense = [(name, one) for name, one in stage.named_parameters() if type(local(one).data) is torch.Tensor]
+    weights = [(name, one, _sum_of_bits(one)) for name, one in dense]
+    yield
+    changed = [_sum_of_bits(one) != before for _, one, before in weights]
+    if changed and torch.stack(changed).any():
+        name = next(name for (name, _, _), is_changed in zip(weights, changed, strict=True) if is_changed)
+        raise ConfigError(
+            f"parallel.context.size: the forward changes the parameter {name!r}, which each rank would compute from "
+            "its own tokens; change it between steps, or set the size to 1"
+        )
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the elements as integers, in which NaN is equal to itself; 0-dim int64."""
+    values = local(tensor).data
+    with unwatched():
+        return values.reshape(-1).view(torch.uint8 if values.itemsize == 1 else torch.int16).sum()
