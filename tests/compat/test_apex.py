@@ -698,11 +698,14 @@ def test_misuse_is_refused():
         with pytest.raises(AmpError, match="load_state_dict: assign=True replaces weight, which an optimizer"):
             model.load_state_dict(model.state_dict(), assign=True)
         model.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-        for _ in range(2):  # also of one that has joined the optimizer later
-            model.weight = nn.Parameter(model.weight.detach().clone())
-            with pytest.raises(AmpError, match=r"of shape \(1, 4\) was replaced in its model by one that no optimizer"):
+        model.later = nn.Parameter(torch.ones(2, 4))
+        optimizer.add_param_group({"params": [model.later]})
+        learn(model, optimizer)
+        for name, shape in (("later", r"\(2, 4\)"), ("weight", r"\(1, 4\)")):
+            setattr(model, name, nn.Parameter(getattr(model, name).detach().clone()))
+            with pytest.raises(AmpError, match=rf"of shape {shape} was replaced in its model by one that no optimizer"):
                 learn(model, optimizer)
-            optimizer.add_param_group({"params": [model.weight]})
+            optimizer.add_param_group({"params": [getattr(model, name)]})
             learn(model, optimizer)
     model, optimizer = prepared("O2")
     learn(model, optimizer)

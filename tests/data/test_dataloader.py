@@ -3,13 +3,13 @@
 import copy
 import itertools
 import math
-import multiprocessing
 import random
 from functools import partial
 
 import pytest
 import torch
 from families import rarely
+from loader_workers import WORKERS
 from pool import on_ranks
 from reference import batches, plain_fp32_training, small_gpt
 from small_engines import everywhere
@@ -30,11 +30,6 @@ from torch.utils.data import (
 import paramp
 from paramp import ConfigError
 from paramp.data.dataloader import num_repeated, shard_loader
-
-# Workers are not forked from the test process: it has threads by then, whose locks a fork may copy while they are held.
-PRELOADED = ["pytest", "paramp.checkpoint.resharding", "paramp.engine.initialize", "paramp.models"]
-multiprocessing.set_forkserver_preload(PRELOADED)
-WORKERS = {"multiprocessing_context": "forkserver"}
 
 
 def few_cores(test):
@@ -369,6 +364,15 @@ def test_a_sampler_that_shards_itself_keeps_what_the_script_has_told_it_since_th
     sampler.epoch = 5  # without a call
     flat(epoch(loader))
     assert sampler.epoch == 5
+    sampler.epoch = 6
+    with loader.position.aside():
+        flat(epoch(loader))
+    flat(epoch(loader))
+    assert sampler.epoch == 6
+    sampler.epoch = 7
+    loader.load_state_dict({"epoch": 2, "given": 0})
+    flat(epoch(loader))
+    assert sampler.epoch == 2
 
 
 def test_the_rest_of_an_epoch_has_the_number_that_it_began_with():

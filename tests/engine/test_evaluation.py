@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from loader_workers import WORKERS
 from pool import on_ranks
 from small_engines import engine_of
 from torch import nn
@@ -122,7 +123,7 @@ LOADERS = {
         "shuffle": True,
         "num_workers": 1,
         "persistent_workers": True,
-        "multiprocessing_context": "forkserver",
+        **WORKERS,
     },
 }
 

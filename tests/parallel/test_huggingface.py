@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from paramp.parallel.huggingface.decoder_partition import PretrainedPartition
 from paramp.parallel.huggingface.encoder_decoder_partition import CalledUnitsPartition
-from paramp.parallel.huggingface.model_output import without_cache
+from paramp.parallel.huggingface.model_output import label_count, without_cache
 from paramp.parallel.huggingface.pretrained_plan import pretrained_plan
 from paramp.parallel.huggingface.pretrained_weights import pretrained_filler
 from paramp.parallel.materialize import InitialValues, materialize
@@ -335,12 +335,13 @@ def of_speech():
     return transformers.Wav2Vec2ForCTC(config).eval()
 
 
-def transducer():
-    """A model whose loss is such a mean unless the batch names another ``reduction``. Its labels are padded with 2."""
+def transducer(kind="TDT"):
+    """TDT: its loss is such a mean unless the batch names another ``reduction``, its labels are padded with 2."""
     torch.manual_seed(0)
     encoder = {"num_mel_bins": 16, "subsampling_conv_channels": 8, "conv_kernel_size": 3, **TINY}
     sizes = {"vocab_size": 129, "blank_token_id": 128, "decoder_hidden_size": 16, "num_decoder_layers": 1}
-    return transformers.ParakeetForTDT(transformers.ParakeetTDTConfig(encoder_config=encoder, **sizes)).eval()
+    config = getattr(transformers, f"Parakeet{kind}Config")(encoder_config=encoder, **sizes)
+    return getattr(transformers, f"ParakeetFor{kind}")(config).eval()
 
 
 def heard(x, name, padding, *shape, **options):
@@ -411,6 +412,13 @@ def test_a_loss_that_shifts_no_labels_counts_the_first_ones(kind):
         engine = engine_of(make(), None, adamw)
         assert float(engine.forward_backward(batch)) == pytest.approx(float(expected.detach()), rel=1e-5)
         assert engine.step().grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_blank_labels_of_a_transducer_do_not_count():
+    """Of RNN-T, whose loss itself needs torchaudio."""
+    count, labels = label_count(transducer("RNNT")), torch.tensor([[5, 2, 128], [7, 128, 128]])
+    assert count((), {"labels": labels}) == 3
+    assert count((), {"labels": labels, "reduction": "mean"}) is None
 
 
 @pytest.mark.parametrize("through_criterion", [False, True])

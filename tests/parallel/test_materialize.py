@@ -1,6 +1,7 @@
 """Models made in their mode's dtype, and models on meta that are filled shard by shard."""
 
 from contextlib import suppress
+from types import MethodType
 
 import pytest
 import torch
@@ -184,9 +185,11 @@ class Counts(nn.Linear):
 def test_what_was_given_stays_and_what_a_reset_computes_is_kept():
     model = on_meta(lambda: nn.Sequential(Counts(2, 2), nn.Linear(2, 2)))
     model[1].bias = nn.Parameter(torch.full((2,), 7.0))
+    model[0].forward = MethodType(Counts.forward, model[0])
     with paramp.launch_from_torch({"precision": "bf16-true"}):
         module = engine_of(model).module
     assert torch.equal(module[0].table, torch.arange(3.0))
+    assert module[0].forward.__self__ is module[0]
     assert module[0].weight.dtype is torch.bfloat16
     assert module[1].bias.tolist() == [7.0, 7.0]
 
