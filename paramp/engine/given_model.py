@@ -41,24 +41,30 @@ class RefuseStale:
         raise RuntimeError(self._text)
 
 
-def guard(model: nn.Module, stages: Stages) -> None:
-    """Refuse what ``model``, that a user gave, cannot do while this rank has a part of it, its ``stages``."""
-    redirect_saving(model)
-    if stages.elsewhere:
-        refuse = RefuseStale(model, stages.module, stages.elsewhere[0][0])
-        # Tables of its own: stages share those that it had.
-        model._forward_pre_hooks = OrderedDict(model._forward_pre_hooks)
-        model._state_dict_pre_hooks = OrderedDict(model._state_dict_pre_hooks)
-        model.register_forward_pre_hook(refuse)
-        model.register_state_dict_pre_hook(refuse)
+class GivenModel:
+    """A ``model`` that is to train anew. What an earlier engine refused of it is allowed again, until :meth:`guard`.
 
+    That engine may have got this model, one that it is a copy of, or one inside of it.
+    """
 
-def release(model: nn.Module) -> None:
-    """Lift the hooks of :func:`guard` from a ``model`` that is to train anew: that one, a copy, or one around it."""
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, RefuseStale)]:
-                del hooks[key]
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
+                for key in [key for key, hook in hooks.items() if isinstance(hook, RefuseStale)]:
+                    del hooks[key]
+
+    def guard(self, stages: Stages) -> None:
+        """Refuse what the model cannot do while this rank has a part of it, its ``stages``."""
+        model = self._model
+        redirect_saving(model)
+        if stages.elsewhere:
+            refuse = RefuseStale(model, stages.module, stages.elsewhere[0][0])
+            # Tables of its own: stages share those that it had.
+            model._forward_pre_hooks = OrderedDict(model._forward_pre_hooks)
+            model._state_dict_pre_hooks = OrderedDict(model._state_dict_pre_hooks)
+            model.register_forward_pre_hook(refuse)
+            model.register_state_dict_pre_hook(refuse)
 
 
 def redirect_saving(module: nn.Module, *, is_part: bool = False) -> None:

@@ -14,8 +14,8 @@ within a model group (:mod:`paramp.data.dataloader`); its ``batch_size`` is that
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -30,10 +30,10 @@ from ..distributed.exact_mode_protocol import Numerics, numerics_of
 from ..optim.flat_weights import FlatWeights
 from ..optim.gradient_reduction import gradient_reduction
 from ..optim.matrices.matrix_step import exchange_matrices
-from ..optim.user_changes.former_parameters import check_former, former_parameters
+from ..optim.user_changes.former_parameters import Former, check_former, former_parameters
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps, why_weights_are_missed
 from .engine import Engine
-from .given_model import guard, release
+from .given_model import GivenModel
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_of_this_rank import LocalModel, make_local
 from .model_plan import ModelPlan, plan_model
@@ -45,7 +45,7 @@ from .user_arguments import (
     apply_algorithms,
     build_optimizers,
     check_untrained,
-    engine_of,
+    mark_trained,
     plain_model,
     prepare_criterion,
     usable_context,
@@ -141,20 +141,18 @@ def initialize(
     prepare_criterion(criterion, context.device)
     model, compile_options = plain_model(model, optimizer, context)
     check_untrained(model, context)
-    release(model)
+    given = GivenModel(model)
     apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = build_optimizers(optimizer, model)
     numerics.prepare(context, model, optimizers)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     model_plan = plan_model(model, plan, optimizers, compile_options, numerics, context)
     local_model = make_local(model_plan, numerics, context)
-    guard(model, local_model.stages)
+    given.guard(local_model.stages)
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
     model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)
-    for parameter in (*model_plan.names_of, *engine.module.parameters()):
-        if parameter.requires_grad:
-            engine_of[parameter] = weakref.ref(engine)
+    mark_trained((*model_plan.names_of, *engine.module.parameters()), engine)
     wrapped = Scheduler(schedulers, engine) if schedulers else None
     tracked = {"lr_scheduler": wrapped, "train_dataloader": train_dataloader, "test_dataloader": test_dataloader}
     for name, thing in tracked.items():
@@ -182,10 +180,10 @@ def _make_weights(
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     if former := former_parameters(plan.names_of, module):
-
-        def before_batch() -> None:
-            weights.put_back()
-            check_former(former)
-
-        weights.gradients.before_batch = before_batch
+        weights.gradients.before_batch = partial(_put_back_and_check, weights, former)
     return ParamChunks(module, weights, model.ties, context, plan.names_of, model.shapes)
+
+
+def _put_back_and_check(weights: FlatWeights, former: list[Former]) -> None:
+    weights.put_back()
+    check_former(former)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -168,6 +169,13 @@ def check_untrained(model: nn.Module, context: ParallelContext) -> None:
                 "model and its optimizer, and use the engine that it returned. For another run build the model and "
                 "the optimizer again"
             )
+
+
+def mark_trained(parameters: Iterable[nn.Parameter], engine: Any) -> None:
+    """Record in :data:`engine_of` that ``engine`` trains those of ``parameters`` that require gradients."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            engine_of[parameter] = weakref.ref(engine)
 
 
 def prepare_criterion(criterion: Any, device: torch.device) -> None:

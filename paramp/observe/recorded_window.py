@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.module_surgery import keeping_state
+from ..base.state_over_trials import keeping_state
 from ..distributed.rng import random_states, set_random_states
 from ..distributed.trials import without_draws
 from ..pipeline.stage import Stages

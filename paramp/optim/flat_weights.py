@@ -91,27 +91,10 @@ class FlatWeights:
         trained, self.frozen = trained_and_frozen(module)
         self.is_partitioned = context.config.parallel.zero > 0 and context.batch_axis.size > 1
         sizes = {} if units is None else units.padded_sizes()
-        self.params = []
-        for name, one in trained:
-            axis = batch_axis_of(one, context)
-            optimizer, group = group_of.get(name, NO_GROUPS)
-            param = FlatParam(
-                name=name,
-                parameter=one,
-                optimizer=optimizer,
-                group=group,
-                norm_weight=norm_weight(one, context) * (axis.size if self.is_partitioned else 1),
-                data_axis=axis,
-                reserved=sizes.get(one, 0),
-            )
-            self.params.append(param)
-        self.buffers: list[Buffer] = []
-        for params in _bucketed(self.params):
-            buffer = Buffer(params, stored, is_partitioned=self.is_partitioned)
-            self.buffers.append(buffer)
-            # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
-            for param in params:
-                param.stepped = _move(param, originals.pop(param.name, None))
+        self.params = [
+            self._flat_param(name, one, *group_of.get(name, NO_GROUPS), sizes.get(one, 0)) for name, one in trained
+        ]
+        self.buffers = self._filled_buffers(stored, originals)
         self._units = units
         if units is not None:
             units.use_memory(self._memory())
@@ -126,6 +109,29 @@ class FlatWeights:
         self._model_parameters.replaced = self._follow_replaced
         own = self._model_parameters.put_back
         self.gradients.before_batch = self.put_back = own if units is None else units.after_reshard(own)
+
+    def _flat_param(self, name: str, parameter: nn.Parameter, optimizer: int, group: int, reserved: int) -> FlatParam:
+        """The trained ``parameter``, which has no place in a buffer yet."""
+        axis = batch_axis_of(parameter, self._context)
+        return FlatParam(
+            name=name,
+            parameter=parameter,
+            optimizer=optimizer,
+            group=group,
+            norm_weight=norm_weight(parameter, self._context) * (axis.size if self.is_partitioned else 1),
+            data_axis=axis,
+            reserved=reserved,
+        )
+
+    def _filled_buffers(self, stored: Precision, originals: dict[str, torch.Tensor]) -> list[Buffer]:
+        """Move all parameters into buffers, with the masters that they have in ``stored``; empties ``originals``."""
+        buffers = []
+        for params in _bucketed(self.params):
+            buffers.append(Buffer(params, stored, is_partitioned=self.is_partitioned))
+            # One by one, so that a parameter's old memory is freed as soon as it is copied to its buffer.
+            for param in params:
+                param.stepped = _move(param, originals.pop(param.name, None))
+        return buffers
 
     @property
     def device(self) -> torch.device:

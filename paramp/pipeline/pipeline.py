@@ -19,8 +19,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ..base.collectives import sends_by_host
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError, at_users_line
-from ..base.module_surgery import keeping_state, thawed_since
+from ..base.module_surgery import thawed_since
 from ..base.observer_spans import Observer, begin_call, span
+from ..base.state_over_trials import keeping_state
 from ..base.trees import map_tensors
 from ..distributed.context import ParallelContext
 from ..distributed.exact_mode_protocol import Numerics

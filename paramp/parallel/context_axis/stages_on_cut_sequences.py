@@ -19,7 +19,8 @@ from torch import nn
 
 from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
-from ...base.module_surgery import BATCH_NORMS, keeping_state, with_forward
+from ...base.module_surgery import BATCH_NORMS, with_forward
+from ...base.state_over_trials import keeping_state
 from ...base.trees import leaves, map_leaves, tensors
 from ...base.wrapped_models import is_unit
 from ...distributed.context import ParallelContext

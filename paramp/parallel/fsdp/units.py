@@ -33,20 +33,14 @@ import torch
 from torch import nn
 
 from ...base.dtensor import local
-from ...base.errors import AfterBatchError, ConfigError
-from ...base.held_tensors import held_tensors
+from ...base.errors import AfterBatchError
 from ...base.module_surgery import BATCH_NORMS, PassThrough, thawed_since
-from ...base.torch_internals import expect, older_than, take
-from ...base.trees import map_tensors
-from ...base.uncompiled import uncompiled, unwatched
+from ...base.torch_internals import older_than
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision
 from . import fsdp2_internals
+from .unit_hooks import GatheredWeights, UnitOutput
 from .unit_order_check import END, UnitOrder
-
-expect("torch._C._autograd")
-
-tree_leaves = take("torch.utils._pytree.tree_leaves")
 
 SHARDS_FLOATS_ALONE = older_than("2.12")
 """``fully_shard`` cannot shard frozen integers, and loses the imaginary parts of frozen complex parameters."""
@@ -157,7 +151,7 @@ class ShardedUnits:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         context = self._context
-        output, weights = _Output(), _Weights(self._names, self._changed)
+        output, weights = UnitOutput(), GatheredWeights(self._names, self._changed)
         module.register_forward_pre_hook(output.begin)
         module.register_forward_pre_hook(weights.begin)
         module.register_forward_hook(weights.check)  # like the next one before that of fully_shard
@@ -380,83 +374,6 @@ def _set_prefetch(blocks: Sequence[Any], count: int) -> None:
     for index, unit in enumerate(blocks if count else []):
         unit.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + count]))
         unit.set_modules_to_backward_prefetch(list(blocks[max(0, index - count) : index][::-1]))
-
-
-class _Output:
-    """The output of a unit, so that autograd calls the hook that gathers the unit for the backward.
-
-    It would call none of a view that the caller changes in place, so the tensors are no views, but share the memory.
-    ``fully_shard`` finds no tensors in objects of other classes; without the hook, the backward reads freed memory.
-    """
-
-    def __init__(self) -> None:
-        self._first = 0  # autograd's number of the first operation of the unit
-
-    @uncompiled  # of experts, a unit in a block
-    def begin(self, *_: Any) -> None:
-        self._first = torch._C._autograd._get_sequence_nr()
-
-    @uncompiled
-    def prepare(self, module: Any, _: Any, output: Any) -> Any:
-        output = map_tensors(lambda tensor: tensor if tensor._base is None else _NoView.apply(tensor), output)
-        leaves = tree_leaves(output)
-        for tensor in leaves:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(_refuse_graph)  # before that of fully_shard, which gathers the unit
-        if torch.is_grad_enabled() and not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            seen = set(map(id, leaves))
-            hidden = [
-                tensor if tensor._base is None else tensor._base
-                for tensor in held_tensors(output)
-                if id(tensor) not in seen
-            ]
-            # An object may also carry tensors of earlier units.
-            made = [tensor for tensor in hidden if tensor.grad_fn and tensor.grad_fn._sequence_nr() >= self._first]
-            if made:
-                module._get_fsdp_state()._register_pre_backward_hook(made)
-        return output
-
-
-def _refuse_graph(_: torch.Tensor) -> None:
-    """Raise a ConfigError in a backward that is recorded for another one, which would read freed parameters."""
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            "parallel.data.shard: got create_graph=True, expected gradients of the first order, because the backward "
-            "of a backward does not gather parameters; set data.shard to 1, and zero=1 to share the optimizer's state"
-        )
-
-
-class _Weights:
-    """The gathered parameters of a unit, whose forward must not change them: the shards would keep their values."""
-
-    def __init__(self, names: Mapping[Any, str], changed: list[str]) -> None:
-        """``names``: of the parameters in the model, by torch's records of them; ``changed`` gets those of some."""
-        self._names, self._changed = names, changed
-        self._before: dict[Any, tuple[int, int]] = {}
-
-    @uncompiled
-    def begin(self, module: nn.Module, _: Any) -> None:
-        with unwatched():
-            self._before = fsdp2_internals.states_of_gathered(module)
-
-    @uncompiled
-    def check(self, module: nn.Module, *_: Any) -> None:
-        with unwatched():
-            for one, state in fsdp2_internals.states_of_gathered(module).items():
-                # Parametrizations, such as peft's of parameters, write to a weight what it has.
-                written = state != self._before.get(one) and fsdp2_internals.differs_from_shard(one)
-                if written or fsdp2_internals.is_replaced(one):
-                    self._changed.append(self._names[one])
-
-
-class _NoView(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
-        return view.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 def _runs_cast_layer(module: nn.Module) -> bool:
