@@ -16,6 +16,7 @@ from paramp.base.collectives import gather_objects
 from paramp.base.errors import require
 from paramp.checkpoint.header import Header
 from paramp.distributed.exact_mode_protocol import numerics_of
+from paramp.engine.checkpoint_manager import accumulation_for
 
 from .corpus import Corpus, held_out_windows, load_corpus, training_windows
 from .settings import TrainConfig
@@ -46,37 +47,16 @@ def keep_global_batch(context: ParallelContext, job: TrainConfig, header: Header
     if numerics_of(config).depends_on_accumulation:
         return None
     saved = (header.values["config"]["gradient_accumulation"], before)
-    accumulation = accumulation_for(job.batch_size, config.parallel.pipeline.num_microbatches, ranks, saved)
+    try:
+        accumulation = accumulation_for(job.batch_size, config.parallel.pipeline.num_microbatches, ranks, saved)
+    except ConfigError as error:
+        raise ConfigError(f"train.{error}") from None
     if accumulation == config.gradient_accumulation:
         return None
     context.config = replace(config, gradient_accumulation=accumulation)
     return (
         f"{ranks} data ranks, before {before}: gradient_accumulation = {accumulation} keeps the global batch of "
         f"{job.batch_size}"
-    )
-
-
-def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
-    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
-
-    Args:
-        batch_size: samples of an optimizer step, over all ranks.
-        num_microbatches: the microbatches of a rank in each call.
-        before: accumulation and data ranks of the run that is resumed.
-
-    Raises:
-        ConfigError: the batch does not divide for any accumulation.
-    """
-    accumulation, ranks = before
-    least = max(1, -(-accumulation * ranks // data_size))
-    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
-    samples, rest = divmod(batch_size, data_size * num_microbatches)
-    for fitting in range(least, samples + 1):
-        if not rest and samples % fitting == 0:
-            return fitting
-    raise ConfigError(
-        f"train.batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
-        f"microbatches, nor with accumulation; resume with a number of data ranks that divides it, such as {ranks}"
     )
 
 

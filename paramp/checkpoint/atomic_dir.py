@@ -51,7 +51,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     saves left beside ``path`` are deleted first, to free the space.
 
     Raises:
-        CheckpointError: ``path`` exists and is not a checkpoint, or another process is saving there.
+        CheckpointError: ``path`` exists and is not a checkpoint, or has a file that no save writes; or another process
+            is saving there.
     """
     make_folder(path.parent)
     with _locked(path, PATIENCE) as is_ours:
@@ -61,8 +62,10 @@ def new_folder(path: Path) -> Iterator[Path]:
                 "one process at a time, or choose another path"
             )
         if path.exists() and not _may_be_replaced(path):
+            other = _other_file(path) if (path / HEADER).is_file() else None
+            problem = "exists and is not a checkpoint" if other is None else f"has {other!r}, which no save writes"
             raise CheckpointError(
-                f"{str(path)!r} exists and is not a checkpoint, so it is not replaced; choose another path"
+                f"{str(path)!r} {problem}, so it is not replaced; move it away, or choose another path"
             )
         _delete_leftovers(path)
         partial = unnamed(path)
@@ -106,9 +109,14 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _has_only_checkpoint_files(folder: Path) -> bool:
     try:
-        return all(CHECKPOINT_FILE.fullmatch(name) for name in os.listdir(folder))
+        return _other_file(folder) is None
     except (FileNotFoundError, NotADirectoryError):  # another process may have deleted it
         return False
+
+
+def _other_file(folder: Path) -> str | None:
+    """The first name in ``folder`` that no save writes, such as that of an export; None if there is none."""
+    return min((name for name in os.listdir(folder) if not CHECKPOINT_FILE.fullmatch(name)), default=None)
 
 
 # ---------------------------------------------------------------------------------------------- locks and leftovers
@@ -169,9 +177,16 @@ def _delete_leftovers(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the checkpoint at ``path``, and an old one that it was replacing."""
-    _discard(path, path)
-    _discard(replaced(path), path)
+    """Delete the checkpoint at ``path``, and an old one that it was replacing.
+
+    Raises:
+        OSError: it cannot be deleted, or has a file that no save writes, such as an export: then it is left.
+    """
+    for folder in (path, replaced(path)):
+        with contextlib.suppress(FileNotFoundError):
+            if (other := _other_file(folder)) is not None:
+                raise FileExistsError(f"it has {other!r}, which no save writes; move that away")
+        _discard(folder, path)
 
 
 def _discard(folder: Path, path: Path) -> None:

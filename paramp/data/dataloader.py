@@ -24,10 +24,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    SequentialSampler,
+)
 
 from ..base.collectives import gather_different
 from ..base.errors import ConfigError
@@ -84,7 +93,9 @@ class ShardedBatches(WithPosition, _Batches):
     """:class:`_Batches` with a position for checkpoints."""
 
 
-def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: bool = False) -> Any:
+def shard_loader(
+    loader: Any, rank: int, size: int, seed: int, *, consecutive: bool = False, run_seed: int | None = None
+) -> Any:
     """The part of ``loader`` for data rank ``rank`` of ``size``.
 
     A ``DataLoader``, of any subclass, is copied, and the copy gets another sampler. A custom sampler is sharded by
@@ -97,6 +108,8 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
 
     The copy has its own generator, which seeds its worker processes: equally in a model group and differently over the
     data axis. For an iterable dataset the seeds are equal on all ranks, because all ranks read the same items.
+
+    ``run_seed``: the seed that the user gave, from which ``seed`` was derived; None: ``seed`` itself.
 
     Raises:
         ConfigError: the loader shards over another axis, its order differs between ranks, or a rank has no batch.
@@ -124,6 +137,7 @@ def shard_loader(loader: Any, rank: int, size: int, seed: int, *, consecutive: b
     own = [one for one in samplers if not isinstance(one, ShardedSampler) and hasattr(one, "set_epoch")]
     batch_size = _batch_size(sharded)
     result.position = LoaderPosition(generator, worker_seed, size * batch_size, sampler, batch_size, own)
+    result.position.order = partial(_order, sharded, sampler, seed if run_seed is None else run_seed)
     _check_not_empty(result, size)
     return result
 
@@ -132,6 +146,22 @@ def _batch_size(loader: DataLoader[Any]) -> int:
     """The samples of a batch; 1 if the loader does not batch, or is sharded by batch."""
     batches = loader.batch_sampler  # given as such, it leaves the loader's batch_size None
     return batches.batch_size if type(batches) is BatchSampler else 1
+
+
+def _order(loader: DataLoader[Any], sampler: ShardedSampler | None, seed: int) -> dict[str, int]:
+    """:attr:`.LoaderPosition.order` of a sharded ``loader`` with ``sampler``; equal on every number of data ranks."""
+    samples = known_length(loader.dataset)
+    facts: dict[str, int | None]
+    if isinstance(loader.dataset, IterableDataset):
+        workers = max(loader.num_workers, 1)  # they take turns, one batch each
+        facts = {"workers": workers, "batch size": _batch_size(loader) if workers > 1 else None}
+    elif sampler is None:  # it shards by itself
+        facts = {"samples": samples}
+    elif type(sampler.inner) is SequentialSampler:
+        facts = {}
+    else:
+        facts = {"seed": seed, "samples": samples, "length of its sampler": known_length(sampler.inner)}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 @contextmanager
@@ -279,7 +309,10 @@ def shard_loaders(context: ParallelContext, *, consecutive: bool = False, **load
     for name, loader in loaders.items():
         try:
             seed = derive_seed(context.config.seed, name)
-            sharded.append(shard_loader(loader, axis.rank, axis.size, seed, consecutive=consecutive))
+            one = shard_loader(
+                loader, axis.rank, axis.size, seed, consecutive=consecutive, run_seed=context.config.seed
+            )
+            sharded.append(one)
         except ConfigError as error:
             sharded.append(None)
             problems.append(f"{name}: {error}")

@@ -45,6 +45,8 @@ class LoaderPosition:
     own_samplers: list[Any] = field(default_factory=list)
     """Samplers of the user's that shard by themselves; each iteration tells them the epoch, unless the script has told
     them one since the last iteration or load."""
+    order: Callable[[], dict[str, int]] = field(init=False, default=dict)
+    """What the order of the samples in an epoch depends on beside its number, as a warning calls it."""
     begins_anew: bool = field(init=False, default=False)
     """True for a test loader: after a load, the next iteration begins an epoch; it does not continue one."""
     _next: int = field(init=False, default=0)
@@ -136,9 +138,11 @@ class LoaderPosition:
     def state_dict(self) -> dict[str, Any]:
         """``epoch``, and ``given``: the samples (or batches) of it that all ranks together have yielded.
 
-        And ``told``, what its samplers were told for it, if that is another number.
+        In an epoch also its ``order``; and ``told``, what its samplers were told for it, if that is another number.
         """
         state: dict[str, Any] = {"epoch": self.epoch, "given": self.given * self._unit}
+        if self.given and (order := self.order()):
+            state["order"] = order
         if self.given and any(number != self.epoch for number in self._numbers):
             state["told"] = self._numbers
         return state
@@ -161,6 +165,15 @@ class LoaderPosition:
             warnings.warn(
                 f"loader: the run had read {given} samples of its epoch, not a multiple of the {self._unit} "
                 f"that all ranks now read at once; the last {rest} are repeated",
+                stacklevel=2,
+            )
+        before, now = state.get("order", {}), self.order() if given else {}
+        names = [name for name in now if before.get(name, now[name]) != now[name]]
+        if names:
+            changed = "; ".join(f"{name} {now[name]}, was {before[name]}" for name in names)
+            warnings.warn(
+                f"loader: the checkpoint is from the middle of an epoch in another order ({changed}), so that samples "
+                "of it may come twice or not at all; resume with what it had",
                 stacklevel=2,
             )
 

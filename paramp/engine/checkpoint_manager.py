@@ -71,6 +71,7 @@ class Checkpoints:
         self.folder = user_path(self.folder).absolute()  # that of now, also after os.chdir
         self._last_saved: Best | None = None  # None also if it was not the best
         self._running: Future[None] | None = None  # its save, if it is in the background
+        self._undeleted: set[Path] = set()  # of which a warning was given
 
     def due(self, step: int, metric: float | None = None) -> bool:
         """Whether to save after ``step``: in turn, or because ``metric`` is the best so far. Every rank calls it.
@@ -141,7 +142,9 @@ class Checkpoints:
                 try:
                     remove(path)
                 except OSError as error:
-                    warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
+                    if path not in self._undeleted:
+                        self._undeleted.add(path)
+                        warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
 
 class Best(NamedTuple):
@@ -201,6 +204,29 @@ def find(resume: str | Path | None, folder: str | Path | None, report: Callable[
             "there with --resume auto, or choose another folder"
         )
     return start
+
+
+def accumulation_for(batch_size: int, num_microbatches: int, data_size: int, before: tuple[int, int]) -> int:
+    """The accumulation that keeps the global batch on ``data_size`` ranks, with microbatches no larger than before.
+
+    Args:
+        batch_size: samples of an optimizer step, over all ranks.
+        num_microbatches: the microbatches of a rank in each call.
+        before: accumulation and data ranks of the run that is resumed.
+
+    Raises:
+        ConfigError: the batch does not divide for any accumulation.
+    """
+    accumulation, ranks = before
+    # samples of each microbatch position of a rank in one optimizer step; the accumulation divides them
+    samples, rest = divmod(batch_size, data_size * num_microbatches)
+    if rest:
+        raise ConfigError(
+            f"batch_size: got {batch_size}, which does not divide over {data_size} data ranks x {num_microbatches} "
+            f"microbatches; resume with numbers of them that divide it (there were {ranks} data ranks)"
+        )
+    least = min(-(-accumulation * ranks // data_size), samples)  # microbatches of one sample are no larger than before
+    return next(fitting for fitting in range(least, samples + 1) if samples % fitting == 0)
 
 
 def check_folder(name: str, folder: Path | None) -> None:

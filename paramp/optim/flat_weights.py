@@ -62,6 +62,7 @@ class FlatWeights:
         frozen: the parameters that are not trained, by name.
         is_partitioned: whether each data rank steps only its part (ZeRO).
         numerics: of the engine.
+        group_of: the indices of the optimizer and of its param group of each parameter of the whole model, by any name.
         put_back: :meth:`~.replaced_parameters.ModelParameters.put_back` of the model's parameters.
     """
 
@@ -81,7 +82,7 @@ class FlatWeights:
             reduction: how gradients are summed, also of the tied parameters of ``module`` and FSDP2's units in it.
         """
         self._context, units = context, reduction.units
-        self.numerics, precision = numerics, context.config.precision
+        self.numerics, self.group_of, precision = numerics, group_of, context.config.precision
         stored = precision if units is None else precision.as_sharded
         if units is not None and not numerics.units_reduce:
             stored = replace(stored, grad_dtype=precision.weights)  # gradients are rounded as in other layouts

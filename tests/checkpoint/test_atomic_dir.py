@@ -193,6 +193,9 @@ def test_only_checkpoints_and_their_remains_are_replaced(tmp_path):
         path = tmp_path / "new" / "deep" / "checkpoint"
         engine.save(path)
         engine.save(path)
+        (path / "export").mkdir()
+        each_raises(CheckpointError, {"has 'export', which no save writes, so it is not": lambda: engine.save(path)})
+        (path / "export").rmdir()
         (path / "manifest.json").unlink()
         assert problems(path)
         engine.save(path)

@@ -36,6 +36,19 @@ def engine_with(seed=0, make=torch.optim.AdamW, size=6, model=None):
     return engine_of(model, optimizer=partial(make, lr=0.1))
 
 
+def matrices_and_vectors(parameters, lr, *, order=1, count=4):
+    """AdamW of the first ``count``, in two groups."""
+    held = list(parameters)[:count]
+    groups = [{"params": [one for one in held if one.ndim > 1]}, {"params": [one for one in held if one.ndim < 2]}]
+    groups[1] |= {"lr": lr / 2, "weight_decay": 0.0}
+    return torch.optim.AdamW(groups[::order], lr=lr)
+
+
+def two_optimizers(parameters, lr, *, order=1):
+    held = list(parameters)
+    return [torch.optim.SGD(part, lr=lr) for part in (held[:2], held[2:])][::order]
+
+
 def train(engine, *seeds):
     """A step for each of ``seeds``."""
     for seed in seeds:
@@ -266,7 +279,11 @@ FIXED = {"mode": "16-mixed", "init_scale": 8.0, "min_scale": 8.0, "max_scale": 8
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "scale"),
-    [("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0), (FIXED, "16-mixed", 65536.0), ("16-mixed", FIXED, 8.0)],
+    [
+        *(("16-naive", "O3", 1.0), ("O3", "16-mixed", 65536.0), (FIXED, "16-mixed", 65536.0), ("16-mixed", FIXED, 8.0)),
+        ("16-mixed", {"mode": "16-naive", "init_scale": 1024.0, "max_scale": 1024.0}, 1024.0),
+        (FIXED | {"max_scale": 16.0}, {"mode": "16-naive", "init_scale": 64.0, "min_scale": 64.0}, 64.0),
+    ],
 )
 def test_a_scaler_keeps_its_modes_settings(tmp_path, saved, loaded, scale):
     with paramp.launch_from_torch({"precision": saved}):
@@ -329,8 +346,11 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
         engine = engine_with()
         engine.save(path)
 
-        def load(**options):
-            return lambda: engine_with(**options).load(path)
+        engine_with(make=matrices_and_vectors).save(path.with_name("groups"))
+        engine_with(make=two_optimizers).save(path.with_name("optimizers"))
+
+        def load(name=path.name, **options):
+            return lambda: engine_with(**options).load(path.with_name(name))
 
         def save_with(tracked, **options):
             engine.track("thing", tracked, replace=True)
@@ -350,6 +370,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
         longer = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         shorter = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         extra, amsgrad = nn.Sequential(Extra(6, 6)), functools.partial(torch.optim.AdamW, amsgrad=True)
+        swapped, swapped_optimizers = (partial(make, order=-1) for make in (matrices_and_vectors, two_optimizers))
         each_raises(
             CheckpointError,
             {
@@ -358,6 +379,10 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
                 r"weight has the shape \(6, 6\) in .*, expected \(8, 8\)": load(size=8),
                 "optimizer: got SGD, expected the checkpoint's AdamW": load(make=torch.optim.SGD),
                 "got amsgrad=True, expected the checkpoint's False": load(make=amsgrad),
+                r"got 0\.weight in param group 1, expected param group 0 as in": load("groups", make=swapped),
+                r"0\.weight in param group 0 of optimizer 1, expected param group 0 of optimizer 0 as": (
+                    load("optimizers", make=swapped_optimizers)
+                ),
                 r"Extra has a get_extra_state\(\)": lambda: engine_with(model=extra).save(path),
                 "in an accumulation window, after 1 of 2 calls of step": save_in_a_window,
                 r"path: got '.*/0' on rank 0 and '.*/1' on rank 1": lambda: engine.save(path.parent / str(world.rank)),
@@ -373,12 +398,13 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_every_rank(world):
 
 @on_ranks(2)
 def test_an_optimizer_that_holds_fewer_parameters_leaves_the_rest(world):
+    """Those that it holds are in the groups of the checkpoint."""
     with paramp.launch_from_torch({"parallel": {"zero": 1}}):
         folder = shared_folder()
-        engine = train(engine_with(), 0)
+        engine = train(engine_with(make=matrices_and_vectors), 0)
         engine.save(folder / "saved")
         saved = {name: value.clone() for name, value in engine.full_state_dict().items()}
-        part = engine_with(make=lambda parameters, lr: torch.optim.AdamW(list(parameters)[:2], lr=lr))
+        part = engine_with(make=partial(matrices_and_vectors, count=2))
         part.load(folder / "saved")
         assert train(part, 1).num_steps == 2
         actual, went_on, (held, rest) = part.full_state_dict(), train(engine, 1).full_state_dict(), ("0.", "2.")

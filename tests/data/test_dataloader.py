@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -29,7 +30,7 @@ from torch.utils.data import (
 
 import paramp
 from paramp import ConfigError
-from paramp.data.dataloader import num_repeated, shard_loader
+from paramp.data.dataloader import num_repeated, shard_loader, shard_loaders
 
 
 def few_cores(test):
@@ -506,13 +507,13 @@ def test_a_loader_resumes_in_the_middle_of_an_epoch(name):
     assert stopped.state_dict() == {"epoch": 1, "given": 0}
     given = epoch(stopped, 3)
     state = stopped.state_dict()
-    assert state == {"epoch": 1, "given": 3 * unit}
+    assert state == {"epoch": 1, "given": 3 * unit, "order": state["order"]}
     for resumed in others:  # two times in one epoch
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state
         given += epoch(resumed, 2)
         state = resumed.state_dict()
-    assert state == {"epoch": 1, "given": 7 * unit}
+    assert state == {"epoch": 1, "given": 7 * unit, "order": state["order"]}
     last.load_state_dict(state)
     iter(last)  # it is not used, and counts for nothing
     assert given + epoch(last) == expected[1]
@@ -541,6 +542,30 @@ def test_another_number_of_data_ranks_that_does_not_divide_what_was_read_warns()
         epoch(loader, 2)
     with pytest.warns(UserWarning, match="had read 16 samples of its epoch, not a multiple of the 10"):
         resumable("shuffled", 2, batch_size=5)[0].load_state_dict(before[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "changes"),
+    [
+        ({"shuffle": True}, {"dataset": Numbers(26)}, "samples 26, was 24; length of its sampler 26, was 24"),
+        ({"batch_sampler": Own(range(24), 2, False)}, {"batch_sampler": Own(range(24), 3, False)}, "sampler 8, was 12"),
+        ({"dataset": Stream(24), "batch_size": 2}, {"num_workers": 2}, r"\(workers 2, was 1\)"),
+        ({"shuffle": True}, {"seed": 1}, r"\(seed 1, was 0\)"),
+        ({"batch_size": 2}, {"seed": 1, "dataset": Numbers(26), "batch_size": 4}, None),
+    ],
+)
+@few_cores
+def test_a_resume_in_an_epoch_that_began_in_another_order_warns(first, options, changes):
+    def start(seed=0, **options):
+        with paramp.launch_from_torch({"seed": seed}) as context:
+            loader = DataLoader(**{"dataset": Numbers(24)} | options)
+            return shard_loaders(context, train_dataloader=loader)[0]
+
+    before, resumed, anew = start(**first), start(**first | options), start(**first | options)
+    anew.load_state_dict(before.state_dict())
+    epoch(before, 2)
+    with pytest.warns(UserWarning, match=changes) if changes else nullcontext():
+        resumed.load_state_dict(before.state_dict())
 
 
 def test_an_iterator_made_before_a_load_is_an_error():

@@ -129,6 +129,7 @@ def test_a_save_fails_in_the_next_call_or_if_it_waits_at_once(tmp_path, wait, sa
 
 
 def test_folders_with_other_names_are_no_checkpoints(tmp_path):
+    """And one with a file of the user's is not deleted, of which one warning says so."""
     other = tmp_path / "step-2"
     other.mkdir()
     with paramp.launch_from_torch({}):
@@ -137,6 +138,12 @@ def test_folders_with_other_names_are_no_checkpoints(tmp_path):
             saved = checkpoints.save(engine, step, wait=True)
         assert {*tmp_path.iterdir()} == {other, saved}
         assert checkpoints.newest() == saved
+        (saved / "notes.txt").write_text("mine")
+        with pytest.warns(UserWarning, match=r"2' could not be deleted: it has 'notes\.txt', which no save") as warned:
+            newer = [checkpoints.save(engine, step, wait=True) for step in (3, 4)]
+        assert len(warned) == 1
+        assert {*tmp_path.iterdir()} == {other, saved, newer[1]}
+        assert not problems(saved)
     for name, value in (("keep_last", 0), ("keep_last", None), ("every", 0), ("every", True), ("keep_every", 0.5)):
         with pytest.raises(paramp.ConfigError, match=f"{name}: got {value}, expected an integer of 1 or more"):
             paramp.Checkpoints(tmp_path, **{name: value})

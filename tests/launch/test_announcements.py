@@ -7,11 +7,13 @@ import pytest
 from counting import Collectives
 from pool import on_ranks
 from train import agree, train
-from train_app.batch_reader import DataPosition, accumulation_for, max_over_ranks
+from train_app.batch_reader import DataPosition, keep_global_batch, max_over_ranks
 from train_app.reporter import announce, announce_resume, facts_of
 from train_app.settings import Job, TrainConfig, configure
 
 import paramp
+from paramp.config.files import load
+from paramp.engine.checkpoint_manager import accumulation_for
 
 
 @on_ranks(2)
@@ -77,12 +79,16 @@ def test_accumulation_keeps_the_global_batch():
         (24, 1, 4, (2, 3), 2),
         (32, 1, 2, (3, 2), 4),
         (32, 1, 2, (4, 2), 4),
+        (8, 4, 1, (4, 1), 2),  # of more microbatches than before, with one sample each
     ):
         assert accumulation_for(batch, microbatches, ranks, before) == expected
     for batch, ranks in ((32, 3), (2, 4)):
         message = rf"train.batch_size: got {batch}, which does not divide over {ranks} data"
+        context = SimpleNamespace(config=load({}), dp=SimpleNamespace(size=ranks))
+        values = {"layout": {"dp": 2}, "config": {"gradient_accumulation": 1}}
+        header = SimpleNamespace(values=values | {"tracked": {"position": {"accumulation": 1}}})
         with pytest.raises(paramp.ConfigError, match=message):
-            accumulation_for(batch, 1, ranks, (1, 2))
+            keep_global_batch(context, TrainConfig(batch_size=batch), header)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 import tomllib
+from pkgutil import resolve_name
 from types import ModuleType
 from unittest import mock
 
@@ -400,6 +401,11 @@ def test_the_index_lists_every_page_and_the_reference_every_public_name():
     names = {name for name in paramp.__all__ if not isinstance(getattr(paramp, name), (str, ModuleType))}
     assert len(names) > 15
     assert {f"paramp.{name}" for name in names} - shown == set()
+    members = r"^::: (\S+)\n    options:\n      (?:inherited_)?members: \[(.*)\]"
+    for path in (ROOT / "docs/reference").glob("*.md"):
+        for owner, listed in re.findall(members, read(path), re.M):
+            lacking = [name for name in filter(None, listed.split(", ")) if not hasattr(resolve_name(owner), name)]
+            assert not lacking, owner
 
 
 @pytest.fixture(scope="module")

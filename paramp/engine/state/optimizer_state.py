@@ -51,6 +51,19 @@ class OptimizerState:
         """The options of each param group."""
         return [{key: value for key, value in group.items() if key not in IMPLEMENTATION} for group in self._groups()]
 
+    def members(self) -> list[list[str]]:
+        """The whole model's weights in each of :meth:`groups`, by their first names; empty if there is one group."""
+        members: dict[tuple[int, int], list[str]] = {place: [] for place in self._places()}
+        for name, place in self._params.weights.group_of.items():
+            if self._params.first_names[name] == name:
+                members[place].append(name)
+        return [*members.values()] if len(members) > 1 else []
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The indices of the optimizer, and of the group in it, of each of :meth:`groups`."""
+        counts = [len(weights.optimizer.param_groups) for weights in self._weights]
+        return [(number, index) for number, count in enumerate(counts) for index in range(count)]
+
     def numbers_everywhere(self) -> dict[str, str]:
         """The type's name of each state that an optimizer keeps as a Python number, by the state's :meth:`_key`.
 
@@ -117,7 +130,7 @@ class OptimizerState:
         """Compare the checkpoint's optimizer with this one.
 
         Raises:
-            CheckpointError: it is of another kind, has other groups, or has other state.
+            CheckpointError: it is of another kind, has other groups or a weight in another one, or has other state.
         """
         groups, saved, kind = self._groups(), header.values["groups"], header.values["optimizer"]
         problem = None
@@ -125,6 +138,8 @@ class OptimizerState:
             problem = f"{self.kind}, expected the checkpoint's {kind}; use the same"
         elif len(saved) != len(groups):
             problem = f"{len(groups)} param groups, expected the checkpoint's {len(saved)}; use the same groups"
+        elif (moved := self._moved(header)) is not None:
+            problem = f"{moved}; use the same groups in the same order"
         else:
             for group, options in zip(groups, saved, strict=True):
                 for key in STATE_OPTIONS:
@@ -136,6 +151,23 @@ class OptimizerState:
                         )
         if problem is not None:
             raise CheckpointError(f"optimizer: got {problem}, or load with weights_only=True")
+
+    def _moved(self, header: Header) -> str | None:
+        """The first weight that is in another group than in the checkpoint, and both groups; None if there is none.
+
+        Older checkpoints do not say.
+        """
+        group_of = self._params.weights.group_of
+
+        def called(place: tuple[int, int]) -> str:
+            return f"param group {place[1]}" + (f" of optimizer {place[0]}" if len(self._weights) > 1 else "")
+
+        for place, names in zip(self._places(), header.values.get("members", ()), strict=False):
+            for name in names:
+                now = group_of.get(name, place)
+                if now != place:
+                    return f"{name} in {called(now)}, expected {called(place)} as in the checkpoint"
+        return None
 
     def load(self, read: Callable[[list[Chunk]], None], header: Header, *, begins_at_zero: Sequence[bool]) -> None:
         """Fill the optimizers' state, and set their groups' options; ``read`` fills chunks, a collective.

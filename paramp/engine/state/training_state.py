@@ -158,6 +158,7 @@ class TrainingState:
             "scaler": self._scaler.state_dict(),
             "optimizer": self._optimizer.kind,
             "groups": self._optimizer.groups(),
+            "members": self._optimizer.members(),
             "numbers": numbers,
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
