@@ -29,11 +29,11 @@ from ..base.errors import ConfigError
 from ..base.held_tensors import NUMBERS_AND_TEXT
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import patched, take
-from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt
+from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, tensors
 from . import traced_values
 from .materialize import outline
 from .partition import is_sequential
-from .traced_values import ValueTracer, answering, line_of
+from .traced_values import ValueTracer, answering, changes_of, line_of
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
@@ -44,8 +44,15 @@ RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 """The same, but always recorded, because they return different numbers in each call."""
 INSIDE = (torch.__path__[0], __file__, traced_values.__file__)
 """Where the lines are not that errors name."""
-
-
+READS = "reads"
+"""The key of the output node's ``meta`` for the attributes that code between modules reads of modules that are calls:
+their names, with the lines."""
+CONSTANT = "_tensor_constant"
+"""What the names begin with that fx gives to tensors which no module has, as attributes of the model."""
+IS_MADE = "is made"
+"""The key of a node's ``meta`` that says that it gets a tensor which the trace has made of numbers."""
+Place = tuple[CodeType | None, int]
+"""Some code, and the offset of an instruction in it."""
 Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """The arguments of a forward, positional and keyword, with ``...`` in place of each tensor in them."""
 
@@ -102,6 +109,9 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 TABLES = ("_parameters", "_buffers", "_modules")
+OF_ALL = frozenset(vars(nn.Module()))
+"""The names of the attributes that every module has."""
+SET_ATTRIBUTE = nn.Module.__setattr__
 
 
 def _thin(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,9 +141,9 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
     try:
         for training in (True, False):
             model.train(training)
-            tracer = _Tracer(opened, call, generators)
-            with tracer.recording_factories():
-                graphs[training] = tracer.trace(model)
+            # As an engine's steps and evaluations compute; outside of inference mode, for steps use its constants too.
+            with torch.inference_mode(False), torch.set_grad_enabled(training):
+                graphs[training] = _traced(model, opened, call, generators)
         if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state]:
             raise fx.proxy.TraceError(
                 f"it changes {changed[0]!r}, which it gets from parameters() or the like, outside of its modules: "
@@ -150,6 +160,22 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             module.training = training
         generators.restore()
     return graphs
+
+
+def _traced(model: nn.Module, opened: frozenset[str], call: Call, generators: _Generators) -> fx.Graph:
+    """The graph of ``call``. It makes tensors of numbers in each run if the forward changes them in place.
+
+    Others are constants, on whose values the forward may branch.
+    """
+    recorded: frozenset[Place] = frozenset()
+    while True:
+        tracer = _Tracer(opened, call, generators, recorded)
+        graph = tracer.trace(model)
+        changed = tracer.changed_factories()
+        if not changed:
+            graph.output_node().meta[READS] = tracer.attributes_of_calls()
+            return graph
+        recorded |= changed
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -256,14 +282,99 @@ def _held(*values: Any) -> Iterator[Any]:
 class _Tracer(ValueTracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: frozenset[str], call: Call, generators: _Generators) -> None:
+    def __init__(
+        self, opened: frozenset[str], call: Call, generators: _Generators, recorded: frozenset[Place] = frozenset()
+    ) -> None:
         super().__init__()
         self._opened = opened
         self._call = call
         self._generators = generators
         self._modes = _modes()
+        self._recorded = recorded
+        """The calls of factories that are in the graph."""
+        self._made: list[tuple[torch.Tensor, Place]] = []
+        """What the others have made."""
+        self._reads: dict[tuple[nn.Module, str], str] = {}
+        """The attributes of modules that were read before the forward had set them, and the lines."""
+        self._kept: dict[tuple[nn.Module, str], Any] = {}
+        """Those that the forward has set, and what they were then."""
         self.returned: Any = None
         """What the forward has returned."""
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        with self._following_attributes(root), self.recording_factories():
+            return super().trace(root, concrete_args)
+
+    @contextmanager
+    def _following_attributes(self, model: nn.Module) -> Iterator[None]:
+        """A context that keeps what is read of attributes in ``model`` and set, which are as before on exit."""
+        before = {module: dict(vars(module)) for module in model.modules()}
+
+        def read(module: nn.Module, name: str) -> Any:
+            key = (module, name)
+            if name not in OF_ALL and not name.startswith("__") and module in before and key not in self._kept:
+                frame = None if key in self._reads else _users_frame()
+                if frame is not None:
+                    self._reads[key] = line_of(frame)
+            return object.__getattribute__(module, name)
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            if not name.startswith(CONSTANT):
+                self._kept[module, name] = value
+            SET_ATTRIBUTE(module, name, value)
+
+        try:
+            with patched(nn.Module, "__getattribute__", read), patched(nn.Module, "__setattr__", write):
+                yield
+        finally:
+            for module, own in before.items():
+                table = vars(module)
+                own |= {name: value for name, value in table.items() if name.startswith(CONSTANT)}
+                table.clear()
+                table.update(own)
+
+    def attributes_of_calls(self) -> dict[str, str]:
+        """The attributes that were read of modules that are calls, and the lines.
+
+        Raises a TraceError for one that the forward has read, and then set to what it computes.
+        """
+        names = {module: name for name, module in self.root.named_modules()}
+        full = {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self._reads}
+        for key, line in self._reads.items():
+            if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(self._kept.get(key))):
+                raise fx.proxy.TraceError(
+                    f"it reads {full[key]!r} {line}, and then sets it to what it computes of a batch, which tracing "
+                    "does not keep for the next one; compute it in each batch, or in a submodule, which keeps it"
+                )
+        return {full[key]: line for key, line in self._reads.items() if names[key[0]] not in ("", *self._opened)}
+
+    def changed_factories(self) -> set[Place]:
+        """The calls that make tensors of numbers alone, which the forward changes in place with what it computes."""
+        places = {storage_address(made): place for made, place in self._made}
+        changed = set()
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
+                address = storage_address(getattr(self.root, str(node.target)))
+                node.meta[IS_MADE] = address in places
+                changes = changes_of(node)
+                if changes and address in places:
+                    changed.add(places[address])
+                elif changes and address not in self._in_containers():
+                    raise fx.proxy.TraceError(
+                        f"it changes a tensor in place {changes[0].meta.get('line', '')}, which is a constant of the "
+                        "trace; make it by torch.zeros or the like, or in a submodule, or keep it as a buffer"
+                    )
+        return changed
+
+    def _in_containers(self) -> set[int]:
+        """The storages of the tensors in containers that modules hold."""
+        held = [
+            value
+            for module in self.root.modules()
+            for name, value in vars(module).items()
+            if name not in OF_ALL and not name.startswith(CONSTANT)
+        ]
+        return {storage_address(one) for one in tensors(held)}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -277,8 +388,7 @@ class _Tracer(ValueTracer):
         args, kwargs = map_leaves(kind, (args, kwargs))
         tracer = _Tracer(frozenset(), (args, tuple(kwargs.items())), self._generators)
         try:
-            with tracer.recording_factories():
-                tracer.trace(module)
+            tracer.trace(module)
         except Exception:
             return torch.empty(0)
         finally:
@@ -360,9 +470,14 @@ class _Tracer(ValueTracer):
 
         def recording(name: str) -> Callable[..., Any]:
             def function(*args: Any, **kwargs: Any) -> Any:
-                if name in RANDOM or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                frame = _users_frame()
+                place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+                is_recorded = name in RANDOM or place in self._recorded
+                if is_recorded or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
                     return self.create_proxy("call_function", originals[name], args, kwargs)
-                return originals[name](*args, **kwargs)
+                made = originals[name](*args, **kwargs)
+                self._made.append((made, place))
+                return made
 
             return function
 

@@ -25,13 +25,13 @@ from torch import fx, nn
 
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError
-from ..base.module_surgery import keep_only, names_outside, replace_forward
+from ..base.module_surgery import PLAIN, keep_only, names_outside, replace_forward
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS
-from .fx_tracing import Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
+from .fx_tracing import CONSTANT, IS_MADE, READS, Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
-from .traced_values import IN_PLACE, QUESTIONS, is_size, shown_kind
+from .traced_values import QUESTIONS, changes_of, shown_kind
 
 MAX_CALLS = 16
 """The number of calls with different inputs whose graphs are cached."""
@@ -143,7 +143,9 @@ class _StageGraph:
     """Those of them that later stages use too."""
     attributes: list[str] = field(default_factory=list)
     """The names of the model's tensors that the code between modules uses, here and on other stages."""
-    interpreter: fx.Interpreter | None = None
+    reads: dict[str, str] = field(default_factory=dict)
+    """The attributes of modules that the trace has read once for all runs, with the lines."""
+    interpreter: _Interpreter | None = None
     """Runs the graph; made at the first call, because a plan may change modules before."""
 
 
@@ -162,29 +164,34 @@ class _Graphs:
         key = key_of(call)
         if key not in self._cache:
             _check_constants(call)
-            self._add(call, trace(self.model, self.opened, call))
+            if len(self._cache) == MAX_CALLS:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = self._partitioned(trace(self.model, self.opened, call))
         return self._cache[key]
 
-    def _add(self, call: Call, graphs: Mapping[bool, fx.Graph]) -> dict[bool, list[_StageGraph]]:
-        if len(self._cache) == MAX_CALLS:
-            self._cache.pop(next(iter(self._cache)))
+    def _partitioned(self, graphs: Mapping[bool, fx.Graph]) -> dict[bool, list[_StageGraph]]:
         _check_changes(graphs.values(), self._stage_of, self.num_stages)
-        added = {mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()}
-        used = [{name for one in modes for name in one.attributes} for modes in zip(*added.values(), strict=True)]
-        for stages in added.values():
+        parts = {mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()}
+        used = [{name for one in modes for name in one.attributes} for modes in zip(*parts.values(), strict=True)]
+        for mode, stages in parts.items():
+            reads = graphs[mode].output_node().meta[READS]
             for index, one in enumerate(stages):
                 others = set().union(*used[:index], *used[index + 1 :])
+                # A tensor that the graph gets on the stage of its module is what the module has just set.
+                one.reads = {name: line for name, line in reads.items() if name in others or name not in used[index]}
                 one.attributes = [name for name in one.attributes if name in others]
-        self._cache[key_of(call)] = added
-        return added
+        return parts
 
     def names_used(self, call: Call) -> list[set[str]]:
-        """The modules that each stage calls, and what the code between them uses; nothing if it cannot be traced."""
+        """The modules that each stage calls, and what the code between them uses; nothing if it cannot be traced.
+
+        The graphs are not kept: what the trace of a batch makes of numbers has the default dtype of its forward.
+        """
         try:
             graphs = trace(self.model, self.opened, call)
         except ConfigError:
             return []
-        stages = zip(*self._add(call, graphs).values(), strict=True)
+        stages = zip(*self._partitioned(graphs).values(), strict=True)
         return [
             {str(node.target) for one in modes for node in one.graph.nodes if node.op in ("get_attr", "call_module")}
             for modes in stages
@@ -206,17 +213,32 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         if stage_graph.interpreter is None or stage_graph.interpreter.module is not part:
             _check_names(part, stage_graph.graph, graphs.model, call)
             stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
+        kept = {name: _leaves_of(part, name) for name in stage_graph.reads}
         try:
             inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
             shared = {f"inputs{path}": inputs[path] for path in stage_graph.shared}
             attributes = {name: operator.attrgetter(name)(part) for name in stage_graph.attributes}
             shared |= {f"parallel.pipeline.split: {name!r}": value for name, value in attributes.items()}
             others = [one for one in shared.items() if not isinstance(one[1], nn.Parameter)]  # FSDP2 writes into these
-            with refusing_changes(others, changed):
+            made = stage_graph.interpreter.made
+            with refusing_changes(others, changed), refusing_changes(made, changed_constant):
                 output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
             stage_graph.interpreter.env = {}
+        for name, before in kept.items():
+            if not _is_same(_leaves_of(part, name), before):
+                raise ConfigError(
+                    f"parallel.pipeline.split: the code between modules reads {name!r} {stage_graph.reads[name]}, "
+                    f"which the forward of {name.rpartition('.')[0]!r} sets, and tracing has read once; return it from "
+                    "that forward"
+                )
         return output if is_last else (call, output)
+
+    def changed_constant(line: str) -> ConfigError:
+        return ConfigError(
+            f"parallel.pipeline.split: a tensor that the code between modules makes of numbers alone is changed in "
+            f"place {line}, but tracing has made it once for all batches; change a copy, or make it in a submodule"
+        )
 
     def changed(name: str) -> ConfigError:
         return ConfigError(
@@ -239,6 +261,9 @@ class _Interpreter(fx.Interpreter):
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         super().__init__(module, graph=graph)
         self.extra_traceback = False
+        nodes = [node for node in graph.nodes if node.meta.get(IS_MADE)]
+        self.made = [(node.meta.get("line", ""), getattr(module, str(node.target))) for node in nodes]
+        """The tensors that the trace has made of numbers, with the lines that use them."""
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -287,14 +312,30 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
     """Check that the stage ``part`` has what ``graph`` uses; give it the constants that the trace has made."""
     for node in graph.nodes:
         name = str(node.target)
-        if node.op == "get_attr" and "." not in name and name.startswith("_tensor_constant"):
+        if node.op == "get_attr" and name.startswith(CONSTANT):
             setattr(part, name, getattr(model, name))
         elif node.op in ("get_attr", "call_module") and not _has(part, name):
             inputs = ", ".join([f"{len(call[0])} positional", *(name for name, _ in call[1])])
             raise ConfigError(
-                f"parallel.pipeline.split: {name!r} of {type(model).__name__} is used on another stage with these "
-                f"inputs ({inputs}) than with those without a default; split elsewhere, or give the input a default"
+                f"parallel.pipeline.split: with these inputs ({inputs}) a stage uses {name!r} of "
+                f"{type(model).__name__}, which it lacks: stages have what the forward uses with the inputs without a "
+                "default, and with those that are None by default too; give a tensor the default None, make a flag an "
+                "attribute of the model, or split elsewhere"
             )
+
+
+def _leaves_of(part: nn.Module, name: str) -> dict[str, Any]:
+    """The leaves of the attribute ``name`` of a module in ``part``; of None if the stage lacks it."""
+    owner, _, attribute = name.rpartition(".")
+    return dict(leaves(vars(part.get_submodule(owner)).get(attribute) if _has(part, owner) else None))
+
+
+def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether each leaf is the object that it was, or an equal number or string."""
+    return now.keys() == before.keys() and all(
+        one is before[path] or (isinstance(one, PLAIN) and type(one) is type(before[path]) and one == before[path])
+        for path, one in now.items()
+    )
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -343,7 +384,7 @@ def _check_changes(graphs: Iterable[fx.Graph], stage_of: Mapping[str, int], num_
         for node in graph.nodes:
             if _is_local(node):
                 name = str(node.target) if node.op == "get_attr" else f"inputs{node.meta['keyword']}"
-                changes = _changes(node)
+                changes = changes_of(node)
                 at = {stage_at[user] for user in (*node.users, *changes)}
                 if changes and node.op == "placeholder":  # what used it before had the right value
                     at = {stage for stage in at if stage >= min(stage_at[change] for change in changes)}
@@ -357,28 +398,6 @@ def _check_changes(graphs: Iterable[fx.Graph], stage_of: Mapping[str, int], num_
                 "each of which would have a value of its own; split so that one stage has all of this code, or use the "
                 "result of the change, which is sent"
             )
-
-
-def _changes(node: fx.Node) -> list[fx.Node]:
-    """The nodes that change the value of ``node`` in place, also through a view."""
-    found = []
-    for user in node.users:
-        if user.op not in ("call_function", "call_method") or user.args[:1] != (node,) or is_size(user):
-            continue
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        changes = name.endswith("_") and not name.endswith("__") and name not in HARMLESS
-        changes = changes or name == "setattr" or name in IN_PLACE
-        if changes:
-            found.append(user)
-        if changes or name in VIEWS:
-            found += _changes(user)
-    return found
-
-
-HARMLESS = ("and_", "or_", "requires_grad_")
-"""Names of functions and methods that change nothing, in spite of their last letter."""
-VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueeze", "select", "narrow")
-"""Methods and functions that may return a view of their first argument; ``getattr``: its ``data``."""
 
 
 def _is_local(node: fx.Node) -> bool:
@@ -405,5 +424,5 @@ def _stage_graph(calls: Sequence[fx.Node], received: Sequence[fx.Node], sent: Se
         copies[node] = stage_graph.node_copy(node, copied)
     if sent is not None:
         stage_graph.output(tuple(copies[node] for node in sent))
-    attributes = [str(node.target) for node in copies.values() if node.op == "get_attr"]
-    return _StageGraph(stage_graph, keywords, attributes=attributes)
+    gets = [node for node in copies.values() if node.op == "get_attr" and not node.meta.get(IS_MADE)]
+    return _StageGraph(stage_graph, keywords, attributes=[str(node.target) for node in gets])

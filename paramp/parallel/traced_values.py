@@ -75,6 +75,9 @@ class Recorded(fx.Proxy):
         else:
             self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
 
 def _asking_frame() -> FrameType | None:
     """The frame of the model's code that asks for a class; None if torch or paramp ask."""
@@ -194,6 +197,28 @@ def is_size(node: fx.Node) -> bool:
         return node.args[1] in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda") or is_size(node.args[0])  # type: ignore[arg-type]
     module = getattr(node.target, "__module__", None)
     return module in (operator.add.__module__, "math", "builtins") and all(map(is_size, node.all_input_nodes))
+
+
+def changes_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes that change the value of ``node`` in place, also through a view."""
+    found = []
+    for user in node.users:
+        if user.op not in ("call_function", "call_method") or user.args[:1] != (node,) or is_size(user):
+            continue
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        changes = name.endswith("_") and not name.endswith("__") and name not in HARMLESS
+        changes = changes or name in ("setattr", "setitem", "__setitem__") or name in IN_PLACE
+        if changes:
+            found.append(user)
+        if changes or name in VIEWS:
+            found += changes_of(user)
+    return found
+
+
+HARMLESS = ("and_", "or_", "requires_grad_")
+"""Names of functions and methods that change nothing, in spite of their last letter."""
+VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueeze", "select", "narrow")
+"""Methods and functions that may return a view of their first argument; ``getattr``: its ``data``."""
 
 
 def line_of(frame: FrameType) -> str:

@@ -24,6 +24,7 @@ import paramp
 from paramp.distributed.rng import RandomStream, derive_seed
 from paramp.parallel.partition import plan_stages
 from paramp.parallel.partition_fx import TracedPartition
+from paramp.precision.compute_context import default_dtype
 
 PLANS = {
     UNet: {"*.up": "colwise", "*.down": "rowwise"},
@@ -177,6 +178,25 @@ class Skipping(Two):
         return self.two(x) if self.rng.random() < 2.0 else x
 
 
+class Keeping(Two):
+    """Keeps a table that it computes of its first batch."""
+
+    table = None
+
+    def forward(self, x):
+        self.calls = self.calls + 1 if hasattr(self, "calls") else 0
+        self.last = x
+        if self.table is None:
+            self.table = self.last.mean(0)
+        return self.two(self.one(x) * self.table)
+
+
+def changed_copy(module, y):
+    table = torch.zeros(4).clone()
+    table += y[0]
+    return table
+
+
 class Drawing(Two):
     def __init__(self, draw):
         super().__init__()
@@ -208,6 +228,12 @@ def drawn_from_a_closure(generator):
         (Silent(), None, r"inside torch\.no_grad"),
         (Two(lambda module, y: torch.as_tensor(y)), None, r"_fx\.py:\d+ .*torch\.as_tensor\(y\)"),
         (Moving(), None, r"it changes 'two\.weight', which it gets from parameters\(\) or the like, outside of its"),
+        (
+            Keeping(),
+            None,
+            r"it reads 'table' at test_partition_fx\.py:\d+, 'if self\.table .* does not keep for the next",
+        ),
+        (Two(changed_copy), None, r"it changes a tensor in place at test_.*'table \+= y\[0\]', which is a constant"),
         (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),
@@ -256,6 +282,7 @@ def own(module, sent):
         (in_place, own, True),
         (lambda scale, most: scale.data[1:].copy_(most), own, True),
         (lambda scale, most: torch.relu_(scale), own, True),
+        (lambda scale, most: [scale, operator.setitem(scale, 0, most)][0], own, True),
         (lambda scale, most: operator.iadd(scale, most), own, True),
         (lambda scale, most: [scale, setattr(scale, "data", scale + most)][0], own, True),
         (lambda scale, most: scale * operator.iadd(scale.shape[0], 1), own, False),
@@ -295,6 +322,7 @@ class Asking(Two):
     def __init__(self, between):
         super().__init__(between)
         self.pair, self.opaque = self.Pair(), self.Opaque()
+        self.kept = {"total": torch.zeros(())}
 
     def forward(self, x, mask=None):
         return super().forward(x) * (mask if torch.is_tensor(mask) else 0.5)
@@ -305,6 +333,20 @@ def changed_through_a_view(module, y):
     first *= 2
     y -= 1
     return kept * y
+
+
+def changed_tensors_of_numbers(module, y):
+    count, total, places, table = torch.zeros(1), torch.zeros(()), torch.arange(4.0), torch.zeros(2, 4)
+    first, others = table[0], torch.arange(2)
+    if others.tolist() != [0, 1]:
+        return y
+    for part in (y[0], y[1]):
+        count += 1
+        total += part.square().sum()
+        first += part
+    places += y.shape[1]
+    table[1] = y[1].detach()
+    return y / count * total + places + table.sum(0)
 
 
 def matched(module, y):
@@ -350,6 +392,8 @@ def with_other_data(module, y):
         lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
         changed_through_a_view,
+        changed_tensors_of_numbers,
+        lambda module, y: y * module.kept["total"].copy_(y.detach().sum()),
         with_other_data,
     ],
 )
@@ -374,6 +418,75 @@ def test_a_class_that_tracing_cannot_tell_is_an_error_if_it_is_another(between, 
     _, (first, _) = partition_of(Asking(between), "two")
     with pytest.raises(paramp.ConfigError, match=rf"class of a {kind} at test_partition_fx\.py.* took for a Tensor"):
         first(torch.ones(2, 4))
+
+
+class Telling(Two):
+    """Reads what a module sets in its forward, on the stage of that or on the next one."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if isinstance(self.told, list):
+                self.told.append(y.square().mean())
+            else:
+                self.told = y.square().mean() if self.told != 4 else int(y.shape[1])
+            return y
+
+    def __init__(self, told, *, is_late=False):
+        super().__init__()
+        self.one, self.is_late = self.Layer(4, 4), is_late
+        self.one.told = told
+
+    def told(self):
+        return sum(self.one.told) if isinstance(self.one.told, list) else self.one.told
+
+    def forward(self, x, *, deep=False):
+        y = self.one(x)
+        y = self.two(y if self.is_late else y * self.told())
+        y = y * self.told() if self.is_late else y
+        return self.never(y) if deep else y
+
+
+READ = r"^parallel\.pipeline\.split: the code .* reads 'one\.told' at .*, which the forward of 'one' sets, and tracing"
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (lambda: Telling(0.0), {}, READ),
+        (lambda: Telling([]), {}, READ),
+        (lambda: Telling(torch.zeros(()), is_late=True), {}, READ),
+        (lambda: Telling(torch.zeros(())), {}, None),
+        (lambda: Telling(4), {}, None),
+        (
+            lambda: Telling(4),
+            {"deep": True},
+            r"inputs \(1 positional, deep\) a stage uses 'never' of Telling, which it",
+        ),
+        (
+            lambda: Two(lambda _, y: y * torch.add(y.detach(), 1, out=torch.ones(2, 4))),
+            {},
+            r"alone is changed in place at test_",
+        ),
+    ],
+)
+def test_what_modules_set_and_inputs_choose_is_that_of_one_process_or_an_error(model, inputs, message):
+    plain, x = seeded(model), randn(2, 4)
+    with pytest.raises(paramp.ConfigError, match=message) if message else nullcontext():
+        _, (first, second) = partition_of(seeded(model), "two")
+        for _ in range(2):
+            torch.testing.assert_close(second(first(x, **inputs), **inputs), plain(x, **inputs))
+
+
+def test_a_trace_has_the_default_dtype_and_the_gradients_of_its_run():
+    model = seeded(lambda: Two(lambda _, y: y * torch.linspace(0.5, 1, 4) if torch.is_grad_enabled() else y)).double()
+    _, stages = partition_of(model, "two")
+    with default_dtype(torch.float64):
+        for training in (False, True):
+            first, second = (stage.train(training) for stage in stages)
+            with torch.inference_mode(not training), torch.set_grad_enabled(training):
+                output = second(first(randn(2, 4).double()))
+                torch.testing.assert_close(output, model(randn(2, 4).double()), atol=0, rtol=1e-12)
 
 
 class Given(Two):
