@@ -171,6 +171,7 @@ INVENTORY = (
     ),
     Private("torch.optim.Optimizer", "_opt_called", "no warning of a skipped first step", optional=True),
     Private("torch.optim.Optimizer.step", "_wrapped_by_lr_sched", "a step that a scheduler wraps", optional=True),
+    Private("torch.optim.Optimizer.step", "hooked", "whether a step calls hooks", optional=True),
     Private(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
         "_checkpoint_wrapped_module",

@@ -12,10 +12,14 @@ precision.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +33,7 @@ from ..precision.compute_context import default_dtype_of
 from ..precision.modes import Precision
 from .gradient_for_torch_clipping import logical_parameter
 from .lightning_plugin_base import LightningPrecision
-from .masters_for_users_optimizers import ModuleMasters
+from .masters_for_users_optimizers import ModuleMasters, calls_step_hooks
 from .multi_optimizer_scaler import device_types
 
 
@@ -57,6 +61,11 @@ class TrainerPrecision(LightningPrecision):
     _masters: ModuleMasters | None = None
     _has_scaled = False
 
+    def _end_init(self) -> None:
+        self._known: WeakSet[Any] = WeakSet()  # the optimizers of this fit
+        self._hooks = ExitStack()  # removes those of the optimizers
+        self._frozen: list[nn.Parameter] = []  # those that DistributedDataParallel does not reduce
+
     def _check_mode(self) -> None:
         super()._check_mode()
         if self.mode.masters == "remainder":
@@ -79,6 +88,7 @@ class TrainerPrecision(LightningPrecision):
         """
         check_sharded(module, self.mode)
         self._masters = ModuleMasters.of(module) if self.mode.masters else None
+        self._frozen = [one for one in module.parameters() if not one.requires_grad]
         return super().convert_module(module)
 
     def _store(self, module: nn.Module, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -94,14 +104,45 @@ class TrainerPrecision(LightningPrecision):
         self._refuse_deepspeed(getattr(getattr(model, "_trainer", None), "strategy", None))
         self._has_scaled = False  # in an earlier fit
         replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
+        if replicas is None or replicas.size() == 1:
+            self._frozen = []
         for wrapped in optimizers:
-            optimizer = _bare(wrapped)
-            self._check_optimizer(optimizer)
-            if self._masters is not None:
-                self._masters.adopt(optimizer, replicas)
-            else:
-                warn_of_eps(optimizer)
+            self._take(_bare(wrapped), replicas)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def _take(self, optimizer: Any, replicas: dist.ProcessGroup | None = None) -> None:
+        """Check ``optimizer``, and let it step masters if the mode has them; ``replicas``: of ModuleMasters.adopt."""
+        self._check_optimizer(optimizer)
+        if self._scale.is_enabled() and calls_step_hooks(optimizer):
+            hook = functools.partial(self._refuse_scaled, optimizer)
+            self._hooks.callback(optimizer.register_step_pre_hook(hook).remove)
+        if self._masters is not None:
+            self._masters.adopt(optimizer, replicas)
+        else:
+            warn_of_eps(optimizer)
+        self._known.add(optimizer)
+
+    def _refuse_scaled(self, optimizer: Any, *_: Any) -> None:
+        """Before a step: raise a RuntimeError if the gradients may be scaled, as in a step without the plugin."""
+        if not self._has_scaled or self._scale.has_unscaled(optimizer):
+            return
+        if any(group.get("lr", True) for group in optimizer.param_groups):  # torch makes states by a step with lr 0
+            raise RuntimeError(
+                "optimizer.step(): its gradients may be scaled; call self.manual_backward(loss), and step() of "
+                "self.optimizers(), which unscales them, not of the optimizer inside"
+            )
+
+    def _refuse_unfrozen(self, optimizer: Any, model: nn.Module) -> None:
+        """Raise a RuntimeError if ``optimizer`` trains parameters that DistributedDataParallel does not reduce."""
+        unfrozen = {one for one in self._frozen if one.requires_grad}
+        found = unfrozen and unfrozen.intersection(one for group in optimizer.param_groups for one in group["params"])
+        if found:
+            name = next(name for name, one in model.named_parameters() if one in found)
+            raise RuntimeError(
+                f"optimizer.step(): {name!r} was frozen when DDPStrategy wrapped the module, and is trained now: "
+                "DistributedDataParallel would not average its gradient over ranks; unfreeze it in a second fit, or "
+                "freeze it later, in on_train_start, with find_unused_parameters=True"
+            )
 
     def convert_input(self, data: Any) -> Any:
         """Cast a batch to the compute dtype in modes without autocast, targets too, as Lightning's plugins do."""
@@ -110,11 +151,20 @@ class TrainerPrecision(LightningPrecision):
     def teardown(self) -> None:
         """Called at the end of a fit or an evaluation: store the masters as the module's parameters, in fp32."""
         self._scale.forget()  # the next fit makes other optimizers
+        self._hooks.close()
+        self._known.clear()
+        self._frozen = []
         if self._masters is not None:
             self._masters.restore()
         super().teardown()  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------------ training
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A context in which the mode computes; weights have what was written to the module's ``state_dict`` before."""
+        if self._masters is not None:
+            self._masters.round_written()
+        return super().forward_context()
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """Scale the loss ``tensor``, 0-dim, in fp32 at least; then Lightning's hooks."""
@@ -133,17 +183,25 @@ class TrainerPrecision(LightningPrecision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Call ``closure``, which runs the backward, clip, and step on every rank or on none.
 
-        If ``training_step`` returned None, there was no backward: nothing is stepped, and no hook is called.
+        If there was no backward, as when ``training_step`` returns None, or in the pass of StochasticWeightAveraging
+        for batch norms, nothing is stepped in automatic optimization, and no hook is called.
 
         Returns:
             The result of ``closure``.
 
         Raises:
-            RuntimeError: in manual optimization, a backward without ``self.manual_backward``, in a mode that scales.
+            RuntimeError: in manual optimization, a backward without ``self.manual_backward``, in a mode that scales;
+                or, under DDPStrategy, a parameter that was frozen when the fit began.
         """
+        bare = _bare(optimizer)
+        if bare not in self._known:
+            self._take(bare)  # it was made after the fit began
+        self._refuse_unfrozen(bare, model)
+        if model.automatic_optimization:
+            self._has_scaled = False
         result = closure()
-        if result is None and model.automatic_optimization:
-            return None
+        if model.automatic_optimization and not self._has_scaled:
+            return result
         if self.mode.scaling is not None and not self._has_scaled:
             raise RuntimeError(
                 "optimizer.step(): no loss was scaled before; call self.manual_backward(loss) instead of "

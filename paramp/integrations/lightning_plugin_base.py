@@ -148,7 +148,9 @@ class LightningPrecision:
     def _computing(self, *, autocast: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for device in map(torch.device, device_types(self._models)):
-                compute = self._computes.setdefault(device, ComputeContext(self.mode, device, self._emulate))
+                # Without autocast's cache, because loops step and compute again inside of forward_context().
+                compute = ComputeContext(self.mode, device, self._emulate, cache=False)
+                compute = self._computes.setdefault(device, compute)
                 stack.enter_context(compute.enter(autocast=autocast))
             yield
 

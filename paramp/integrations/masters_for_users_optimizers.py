@@ -13,7 +13,8 @@ The module's ``state_dict`` holds the masters in place of the weights, so that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,11 +40,13 @@ class ModuleMasters:
         # The gradients of weights that are unscaled, with their versions, until the step.
         self._given: dict[torch.Tensor, tuple[torch.Tensor | None, int]] = {}
         self._rounded: set[torch.Tensor] = set()  # the weights of which they were rounded from the masters' gradients
+        # The weights whose masters state_dict() has returned, with the versions that these had when last rounded.
+        self._returned: dict[torch.Tensor, int] = {}
         self._names: dict[torch.Tensor, str] = {}  # what errors call parameters
         self._adopted = ExitStack()  # releases the optimizers
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_adopted": ExitStack()}  # a copy has none
+        return vars(self) | {"_adopted": ExitStack(), "_returned": {}}  # a copy has none
 
     @staticmethod
     def of(module: nn.Module) -> ModuleMasters:
@@ -54,6 +57,7 @@ class ModuleMasters:
             module._paramp_masters = found  # type: ignore[assignment]  # no module or tensor
             module.register_state_dict_post_hook(functools.partial(found._save))
             module.register_load_state_dict_pre_hook(functools.partial(found._load))
+            module.register_forward_pre_hook(functools.partial(found._before_forward))
         return found
 
     def add(self, weight: nn.Parameter, value: torch.Tensor) -> None:
@@ -67,7 +71,16 @@ class ModuleMasters:
 
         ``replicas``: the ranks of DistributedDataParallel, which has broadcast the weights of the first of them,
         rounded. The masters are broadcast here.
+
+        Raises:
+            ConfigError: ``optimizer`` does not call torch's hooks of a step.
         """
+        if not calls_step_hooks(optimizer):
+            raise ConfigError(
+                f"optimizer: step() of {type(optimizer).__name__} does not call torch's step hooks, by which it would "
+                "step fp32 masters; its constructor has to call torch.optim.Optimizer's, or use a mode without masters "
+                "(16-mixed, bf16-mixed)"
+            )
         self._names = {one: repr(names[0]) for one, names in names_by_parameter(self._module).items()}
         for one in self._held(optimizer):
             one.stepped.data = one.stepped.data.to(one.weight.device)
@@ -75,9 +88,10 @@ class ModuleMasters:
                 value = one.stepped.detach().contiguous()
                 dist.broadcast(value, group=replicas, group_src=0)
                 one.stepped.detach().copy_(value)
+                self._note_rounding([one])
         # Not an attribute, because copies of the module, which hooks of a step may make, copy those.
         steps: list[ExitStack] = []
-        self._adopted.callback(self._put_weights, optimizer)  # after a step that failed it has masters
+        self._adopted.callback(self._release, weakref.ref(optimizer))
         for hook in (
             optimizer.register_step_pre_hook(lambda *given: steps.append(self._begin_step(*given))),
             optimizer.register_step_post_hook(lambda *_: steps.pop().close()),
@@ -153,6 +167,14 @@ class ModuleMasters:
             if value is not None and value.shape == one.weight.shape:
                 local(one.stepped).copy_(own_part(value, one.stepped) if is_dtensor(one.stepped) else value)
                 follow_changes([one])
+                self._note_rounding([one])
+
+    def round_written(self) -> None:
+        """Round those masters to their weights that were written to, in the tensors that ``state_dict`` returned."""
+        versions = ((self._weights[weight], then) for weight, then in self._returned.items())
+        written = [one for one, then in versions if version(one.stepped) != then]
+        write_back(written)
+        self._note_rounding(written)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -166,13 +188,14 @@ class ModuleMasters:
         for one in filter(lambda one: one.has_master, self._weights.values()):
             weight, gradient = one.weight, one.weight.grad
             one.stepped.data = one.stepped.data.to(weight.device)  # Lightning has moved the module to the CPU
-            follow_changes([one])
+            self._follow_changes([one])
             weight.grad = None  # of another dtype than the weight would be
             weight.data = one.stepped.detach()
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
         self._weights.clear()
         self._given.clear()
         self._rounded.clear()
+        self._returned.clear()
         self._names.clear()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -194,7 +217,7 @@ class ModuleMasters:
         self._put_masters(optimizer)
         self.take_changes(optimizer)
         held = self._held(optimizer)
-        follow_changes(held)
+        self._follow_changes(held)
         named = [(self._names.get(one.weight, "a parameter of another module"), one.weight) for one in held]
         stepping = ExitStack()
         stepping.callback(self._end_step, optimizer)
@@ -202,9 +225,28 @@ class ModuleMasters:
         return stepping
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        write_back(self._held(optimizer))
+        held = self._held(optimizer)
+        write_back(held)
+        self._note_rounding(held)
         self.drop_gradients(optimizer)
         self._put_weights(optimizer)
+
+    def _release(self, optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
+        """Put the weights back into an ``optimizer`` that still exists; after a step that failed it has masters."""
+        if (one := optimizer()) is not None:
+            self._put_weights(one)
+
+    def _follow_changes(self, parameters: Collection[ParameterMasters]) -> None:
+        """Bring weights and masters together where either was changed in place; call it before masters are read."""
+        self.round_written()
+        follow_changes(parameters)
+        self._note_rounding(parameters)
+
+    def _note_rounding(self, parameters: Iterable[ParameterMasters]) -> None:
+        """Record that the weights are the roundings of their masters now."""
+        for one in parameters:
+            if one.weight in self._returned:
+                self._returned[one.weight] = version(one.stepped)
 
     def _held(self, optimizer: torch.optim.Optimizer) -> list[ParameterMasters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""
@@ -230,7 +272,8 @@ class ModuleMasters:
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         named = list(self._named(module, prefix))
-        follow_changes(one for _, one in named)
+        self._follow_changes([one for _, one in named])
+        self._returned.update({one.weight: version(one.stepped) for _, one in named})
         state.update({name: one.stepped.detach() for name, one in named if name in state})
 
     @torch.no_grad()
@@ -241,6 +284,17 @@ class ModuleMasters:
                 continue  # torch reports it
             if is_dtensor(value) == is_dtensor(one.stepped):
                 one.stepped.copy_(value)
+                self._note_rounding([one])  # torch loads the weight
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.round_written()
+
+
+def calls_step_hooks(optimizer: Any) -> bool:
+    """Whether ``optimizer.step()`` calls torch's hooks: the constructor of torch's class lets the step call them."""
+    holder = getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", None)  # a wrapper may hand it on
+    return getattr(getattr(type(holder), "step", None), "hooked", False)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

@@ -33,6 +33,8 @@ class ComputeContext:
     device: torch.device
     emulation: bool | Literal["auto"] | None = "auto"
     """``emulate_fp16`` of the configuration. ``"auto"`` or None: if the device has no fp16 arithmetic."""
+    cache: bool = True
+    """Whether autocast keeps the weights that it has cast to the end of a context, in which none may change then."""
 
     @functools.cached_property
     def emulate(self) -> bool:
@@ -58,7 +60,7 @@ class ComputeContext:
         With ``autocast``, for a forward: also autocast and the default dtype, if the mode has them.
         """
         # The backward needs the widening too, because checkpointing recomputes forwards in it.
-        compute = computing if autocast else widening
+        compute = functools.partial(computing, cache=self.cache) if autocast else widening
         emulation = emulate_fp16() if self.emulate else nullcontext()
         _ = self.kernels
         with emulation, compute(self.precision, self.device.type):
@@ -109,9 +111,9 @@ def default_dtype_of(precision: Precision) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def computing(precision: Precision, device_type: str) -> Iterator[None]:
-    """A context in which a model's forward computes in the mode ``precision`` on devices of ``device_type``."""
-    autocast = torch.autocast(device_type, dtype=precision.compute) if precision.autocast else nullcontext()
+def computing(precision: Precision, device_type: str, *, cache: bool = True) -> Iterator[None]:
+    """A context of a forward in the mode ``precision`` on ``device_type``; ``cache``: see :class:`ComputeContext`."""
+    autocast = torch.autocast(device_type, precision.compute, True, cache) if precision.autocast else nullcontext()
     with autocast, widening(precision, device_type), default_dtype_of(precision):
         yield
 

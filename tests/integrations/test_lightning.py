@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -194,7 +195,10 @@ def test_loops_of_the_trainer(world):
             return [torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1) for parts in groups]
 
     class Hooked(module_class):
-        """Multiplies gradients by 8, or replaces them, before they are clipped; changes a weight; unfreezes others."""
+        """Multiplies gradients by 8, or replaces them, before they are clipped; changes a weight; unfreezes others.
+
+        Its optimizer is made anew after the fit began.
+        """
 
         def __init__(self):
             super().__init__()
@@ -204,6 +208,7 @@ def test_loops_of_the_trainer(world):
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=LR, momentum=0.9)
 
         def on_train_start(self):
+            self.trainer.optimizers = [self.configure_optimizers()]
             self.model.norm.requires_grad_(True)
             self.optimizers().optimizer.add_param_group({"params": [*self.model.norm.parameters()]})
             with torch.no_grad():
@@ -254,6 +259,23 @@ def test_loops_of_the_trainer(world):
                 optimizer.step()
                 optimizer.zero_grad()
         check_module(module, dict(reference.named_parameters()), rounding)
+        assert not any(torch.equal(value, value.half().float()) for value in module.state_dict().values())
+
+    class Averaged(module_class):
+        """The last epoch, which has no backward, computes statistics with the averaged weights."""
+
+        def __init__(self):
+            super().__init__()
+            self.model.norm = nn.BatchNorm1d(8)
+
+        def on_train_epoch_start(self):
+            self.begun = copy.deepcopy(dict(self.named_parameters()))
+
+    for mode in ("16-mixed", "bf16-mixed"):
+        module = Averaged()
+        swa = lightning().callbacks.StochasticWeightAveraging(LR, swa_epoch_start=1)
+        assert fit(module, mode, "auto", 1, callbacks=[swa]).current_epoch == 3
+        torch.testing.assert_close(dict(module.named_parameters()), module.begun, rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -291,7 +313,14 @@ def test_what_the_plugin_refuses(world):
 
         def training_step(self, data, index):
             loss = super().training_step(data, index)
-            if self.clips:
+            if self.wrong == "inner":
+                inner = self.optimizers(use_pl_optimizer=False)
+                self.manual_backward(loss)
+                with mock.patch.dict(inner.param_groups[0], lr=0.0):
+                    inner.step()  # as torch makes states
+                self.wrong = "stepped"
+                inner.step()
+            if self.wrong == "clips":
                 self.manual_backward(loss, retain_graph=True)
                 self.clip_gradients(self.optimizers(), 1.0, "norm")
                 self.manual_backward(loss)
@@ -299,12 +328,19 @@ def test_what_the_plugin_refuses(world):
             self.optimizers().step()
 
     cannot, missing = "scaled ones cannot be added", r"call self\.manual_backward\(loss\)"
-    for mode, clips, message in (("16-naive", True, cannot), ("16-mixed", False, missing)):
+    inside = r"gradients may be scaled; .* and step\(\) of self\.optimizers\(\)"
+    for mode, wrong, message in (
+        ("16-naive", "clips", cannot),
+        ("16-mixed", "", missing),
+        ("16-mixed", "inner", inside),
+        ("O2", "inner", inside),
+    ):
         used = fit(trained_module()(), MODES[mode][0], "auto", 1, max_epochs=1).precision_plugin
         module = Wrong()
-        module.clips = clips
+        module.wrong = wrong
         with pytest.raises(RuntimeError, match=message):
             fit(module, None, "auto", 1, gradient_clip_val=None, plugin=used)
+        assert module.wrong != "inner"
 
     class Shared(trained_module()):
         """Two optimizers of the same parameters step after each backward, or after each other backward."""
@@ -347,6 +383,34 @@ def test_what_the_plugin_refuses(world):
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
     with pytest.raises(paramp.ConfigError, match="LBFGS"):
         fit(module, "16-mixed", "auto", 1)
+
+    class Lookahead(torch.optim.Optimizer):
+        """As timm's, whose constructor does not call torch's."""
+
+        def __init__(self, inner):
+            vars(self).update(vars(inner), inner=inner)
+            vars(self).update({name: OrderedDict() for name in vars(inner) if name.endswith("_hooks")})
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    module = trained_module()()
+    module.configure_optimizers = lambda: Lookahead(torch.optim.SGD(module.parameters(), lr=LR))
+    with pytest.raises(paramp.ConfigError, match=r"step\(\) of Lookahead does not call torch's step hooks"):
+        fit(module, "O2", "auto", 1)
+
+    class Unfreezing(trained_module()):
+        def __init__(self):
+            super().__init__()
+            self.model.norm.requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            self.model.norm.requires_grad_(self.trainer.current_epoch == 1)
+
+    module = Unfreezing()
+    with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' was frozen when DDPStrategy wrapped the module"):
+        fit(module, "16-mixed", "ddp", 2)
+    assert module.trainer.current_epoch == 1
 
 
 @on_ranks(2)
@@ -392,6 +456,9 @@ def test_masters_of_a_checkpoint_do_not_replace_what_was_loaded():
     model.load_state_dict(loaded)
     plugin = TrainerPrecision("O2")
     plugin.convert_module(model)
+    model.state_dict()["up.weight"].copy_(loaded["up.weight"].mul_(2))
+    with plugin.forward_context():
+        assert torch.equal(model.up.weight, loaded["up.weight"].half())
     for others in (build().state_dict(), {key: value * (1 + 2.0**-20) for key, value in loaded.items()}, {}):
         plugin.load_state_dict({**plugin.state_dict(), "masters": others})
     torch.testing.assert_close(dict(model.state_dict()), dict(loaded), rtol=0, atol=0)
@@ -416,7 +483,10 @@ def test_an_eps_that_rounds_to_nothing_is_warned_of():
 
 
 def test_a_hook_of_a_step_may_copy_a_module_with_masters():
-    """Also in a second fit with the same optimizer, after a step that failed."""
+    """Also in a second fit with the same optimizer, after a step that failed.
+
+    What is written to the tensors of a ``state_dict`` is computed with and stepped, in a copy too, as of an average.
+    """
     module, copies = nn.Linear(2, 1, bias=False), []
     masters, optimizer = ModuleMasters.of(module), torch.optim.SGD(module.parameters(), lr=1.0)
     optimizer.register_step_post_hook(lambda *_: copies.extend((copy.deepcopy(module), pickle.dumps(module))))
@@ -424,12 +494,20 @@ def test_a_hook_of_a_step_may_copy_a_module_with_masters():
         nn.init.ones_(module.bfloat16().weight)
         masters.add(module.weight, torch.ones(1, 2))
         masters.adopt(optimizer)
-        module.weight.grad = torch.ones_like(module.weight)
+        module.state_dict()["weight"].mul_(2)
+        module.weight.grad = torch.full_like(module.weight, 2)
         with masters.unscaling(optimizer):
             pass
         optimizer.step()
         assert len(copies) == count
         assert not module.weight.any()
+        average = copy.deepcopy(module)
+        for total in (1 + 2.0**-20, 2 + 2.0**-19):
+            average.state_dict()["weight"].add_(1 + 2.0**-20)
+            assert average(torch.ones(2).bfloat16()) == 2 * round(total)
+            assert torch.equal(average.state_dict()["weight"], torch.full((1, 2), total))
+        nn.init.ones_(module.weight)  # after a state_dict and a step
+        assert module(torch.ones(2).bfloat16()) == 2
         failing = optimizer.register_step_pre_hook(lambda *_: [].pop())
         with pytest.raises(IndexError):
             optimizer.step()
@@ -502,6 +580,12 @@ def test_lightnings_own_tests_of_precision(world):
             with without():
                 layer(x)
             layer(x).mean().backward()
+    for kind in (TrainerPrecision, paramp.FabricPrecision):  # nor what a step changes before the next forward
+        with kind("bf16-mixed").forward_context():
+            nn.init.ones_(layer.weight)
+            layer(x)
+            nn.init.zeros_(layer.weight)
+            assert torch.equal(layer(x)[0], layer.bias.bfloat16())
 
     class Recording(host.BoringModel):
         """Records dtypes in all four kinds of steps, also in forwards that a backward repeats.
