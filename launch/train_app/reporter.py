@@ -19,7 +19,7 @@ import torch
 from paramp import ConfigError, Metrics, ParallelContext
 from paramp.base.values_checked_by_type import user_path
 from paramp.config.files import load
-from paramp.tools.metrics import Hook, set_aside
+from paramp.tools.metrics import Hook, set_aside, writing_to
 from paramp.tools.run_events import Finding
 
 from .corpus import Corpus
@@ -86,7 +86,8 @@ class Reporter:
             metrics = Metrics(folder, resumed_at=resumed_at, settings=settings, hooks=hooks)
             self._metrics = self._files.enter_context(metrics)
             log = _continued(folder / "train.log", resumed_at)
-            self._log = self._files.enter_context(log.open("a", encoding="utf-8", buffering=1))
+            self._log = log.open("a", encoding="utf-8", buffering=1)
+            self._files.callback(self._close_log)
         if enabled and _is_terminal(sys.stdout) and importlib.util.find_spec("rich") is not None:
             from rich.live import Live
 
@@ -113,8 +114,7 @@ class Reporter:
             self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._enabled:
             print(text, flush=True)
-        if self._log is not None:
-            self._log.write(text + "\n")
+        self._write_log(text)
 
     def step(self, record: dict[str, Any]) -> None:
         """Write a step's numbers, which may be None or not finite; keys as in :data:`TAGS`, and ``step``.
@@ -136,8 +136,17 @@ class Reporter:
             self._draw(step, line)
         elif step % PRINT_EVERY == 0 or step in (1, self._total) or skipped:
             print(f"{line}  {self._left(step)}", flush=True)
+        self._write_log(line)
+
+    def _write_log(self, line: str) -> None:
         if self._log is not None:
-            self._log.write(line + "\n")
+            with writing_to(self._log.name):
+                self._log.write(line + "\n")
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            with writing_to(self._log.name):  # what it could not write before
+                self._log.close()
 
     def _draw(self, step: int, line: str) -> None:
         """Redraw the bar and the line below it."""

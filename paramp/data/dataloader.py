@@ -44,6 +44,7 @@ from ..distributed.context import ParallelContext
 from ..distributed.rng import derive_seed
 from .loader_position import EVALUATION, LoaderPosition, ShardedLoader, WithPosition, known_length
 from .sharded_sampler import ShardedSampler
+from .worker_signals import start_workers
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         local, first, count = None, None, 0
-        for count, batch in enumerate(self.loader, start=1):
+        for count, batch in enumerate(start_workers(self.loader, self.loader.__iter__), start=1):
             turn = (count - 1) % self.size
             if turn == self.rank:
                 local = batch

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from ..base.errors import ConfigError
 from ..distributed.rng import derive_seed
 from .sharded_sampler import ShardedSampler
+from .worker_signals import start_workers
 
 T_co = TypeVar("T_co", covariant=True)
 EVALUATION: ContextVar[Callable[[WithPosition], None] | None] = ContextVar("EVALUATION", default=None)
@@ -302,7 +303,8 @@ class WithPosition:
     def __iter__(self) -> Iterator[Any]:
         if (evaluation := EVALUATION.get()) is not None:
             evaluation(self)
-        return self.position.begin(super().__iter__)  # type: ignore[misc]
+        iterate: Callable[[], Iterator[Any]] = super().__iter__  # type: ignore[misc]
+        return self.position.begin(lambda: start_workers(self, iterate))
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position, for checkpoints."""

@@ -41,8 +41,9 @@ def start_processes(
 ) -> int:
     """Run ``command`` once per rank on this machine, with torchrun's variables set; the exit code of the first failure.
 
-    When one rank fails, the others have 5 s to end before they are terminated. SIGINT and SIGTERM stop the ranks with
-    SIGTERM, and give them time to save; a second one kills them. They are left alone if this is not the main thread.
+    When one rank fails, the others have 5 s to end before they are terminated. SIGINT, SIGTERM and SIGUSR1 stop the
+    ranks with SIGTERM, and give them time to save; a second one kills them. They are left alone if this is not the main
+    thread.
 
     Args:
         layout: for the launch functions of the ranks (:data:`paramp.config.layout_of_run_command.VARIABLE`).
@@ -68,7 +69,8 @@ def start_processes(
         _end(processes, to_stop=0.0 if again else SECONDS_TO_SAVE)
         sys.exit(128 + number)
 
-    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    in_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if in_main else ()
     previous = {number: signal.signal(number, stop) for number in signals}
     try:
         return _wait(processes, files, unreported)

@@ -49,7 +49,7 @@ class StopRequest:
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked worker of a loader, which ends when this process does
-            if number != signal.SIGINT:
+            if number == signal.SIGTERM:  # also multiprocessing's `terminate`
                 _end_by(number)
             return
         self.received = self.received or number

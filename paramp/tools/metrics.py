@@ -21,8 +21,8 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -79,12 +79,9 @@ class Metrics:
             self._folder = user_path(folder).absolute()  # that of now, also after os.chdir
             names = ("metrics.jsonl", EVENTS)
             with ExitStack() as stack:
-                try:
+                with writing_to(folder, "folder", "choose another folder"):
                     self._folder.mkdir(parents=True, exist_ok=True)
                     self._files = [stack.enter_context(_continued(self._folder / name, resumed_at)) for name in names]
-                except OSError as error:
-                    why = f"cannot be written to: {error.strerror or error}; choose another folder"
-                    raise ConfigError(f"folder: {str(folder)!r} {why}") from None
                 self._write_event(launch_event(resumed_at, settings or {}))
                 self._open = stack.pop_all()
 
@@ -97,13 +94,13 @@ class Metrics:
 
         Raises:
             ConfigError: ``step`` is no whole number, or a value is none of these, or no number under a key of the
-                list or one that was a number before (or the other way round); or the log is closed.
+                list or one that was a number before (or the other way round); or the log is closed, or its disk full.
         """
         self._check_open()
         if self._files:
             step = _as_step(step)
             plain = {name: self._checked(f"step {step}, {name}", name, value) for name, value in values.items()}
-            self._files[0].write(json.dumps({"step": step} | plain, allow_nan=False) + "\n")
+            self._write_line(0, json.dumps({"step": step} | plain, allow_nan=False))
             self._last_step = step
             for hook in self._hooks:
                 hook({name: value for name, value in plain.items() if isinstance(value, int | float)}, step)
@@ -120,7 +117,8 @@ class Metrics:
             The file of the Chrome trace, if one was written.
 
         Raises:
-            ConfigError: it is something else, ``step`` is no whole number, or the log is closed; on every rank.
+            ConfigError: it is something else, ``step`` is no whole number, or the log is closed; on every rank. Or the
+                disk of the log is full.
         """
         self._check_open()
         step = _as_step(step)
@@ -129,8 +127,9 @@ class Metrics:
         if self._files:
             if "trace" in event:
                 path = free_path(self._folder / TRACES / f"step-{step}.json")
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(event.pop("trace")) + "\n", encoding="utf-8")
+                with writing_to(path):
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_text(json.dumps(event.pop("trace")) + "\n", encoding="utf-8")
                 event["file"] = f"{TRACES}/{path.name}"
             self._write_event(event)
         return path
@@ -155,15 +154,23 @@ class Metrics:
             raise ConfigError("Metrics: closed; write inside the with block, or open it again with resumed_at=STEP")
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
-        self._files[1].write(json.dumps(_plain(event), allow_nan=False, default=str) + "\n")
+        self._write_line(1, json.dumps(_plain(event), allow_nan=False, default=str))
+
+    def _write_line(self, index: int, line: str) -> None:
+        with writing_to(self._files[index].name):
+            self._files[index].write(line + "\n")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record the end of the launch, and ``error`` if that ended it; close the files."""
+        """Record the end of the launch, and ``error`` if that ended it; close the files.
+
+        Where ``error`` is given, it is no further error if they cannot be written.
+        """
         if self._files:
-            for finding in found_by(error):
-                self.record(self._last_step or 0, finding)
-            self._write_event(end_event(self._last_step, error))
-            self._open.close()
+            failing = nullcontext() if error is None else suppress(ConfigError)
+            with failing, writing_to(self._folder), self._open:
+                for finding in found_by(error):
+                    self.record(self._last_step or 0, finding)
+                self._write_event(end_event(self._last_step, error))
             self._files = []
         self._closed = True
 
@@ -212,12 +219,34 @@ def is_finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+@contextmanager
+def writing_to(
+    path: str | Path, name: str = "log", fix: str = "make room, and resume from the last checkpoint"
+) -> Iterator[None]:
+    """A context in which an error of the disk is a ConfigError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be written to: {error.strerror or error}; {fix}"
+        raise ConfigError(f"{name}: {str(path)!r} {why}") from None
+
+
 def _continued(path: Path, resumed_at: int | None) -> TextIO:
-    """``path`` opened, an earlier file set aside; of a resumed run with its lines up to the step ``resumed_at``."""
+    """``path`` opened, an earlier file set aside; of a resumed run with its lines up to the step ``resumed_at``.
+
+    Those are written whole before: on a full disk the earlier file stays.
+    """
     kept = [] if resumed_at is None else _lines_up_to(path, resumed_at)
-    file = set_aside(path).open("w", encoding="utf-8", buffering=1)
-    file.writelines(kept)
-    return file
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+        set_aside(path)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

@@ -80,6 +80,49 @@ def test_ctrl_c_once_more_ends_a_process_at_once():
     assert result.stderr.count("paramp: interrupted; this run saves after the current step") == 1
 
 
+WITH_WORKERS = """
+import signal, subprocess
+import paramp
+import paramp.data.dataloader
+from torch.utils.data import DataLoader, get_worker_info
+
+class Samples(list):
+    mark = 0
+    def __getitem__(self, index):
+        return self.mark
+
+class Lazy(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+def init(worker):
+    get_worker_info().dataset.mark = 1
+
+if __name__ == "__main__":
+    for how, kind, while_it_starts, later in (
+        ("forkserver", DataLoader, signal.SIGTERM, signal.SIGUSR1),
+        ("spawn", DataLoader, signal.SIGINT, 0),
+        ("fork", DataLoader, signal.SIGUSR1, signal.SIGTERM),
+        ("fork", Lazy, signal.SIGINT, signal.SIGTERM),
+    ):
+        loader = kind(Samples(range(64)), num_workers=1, multiprocessing_context=how, worker_init_fn=init)
+        with paramp.StopRequest() as stop:
+            batches = iter(paramp.data.dataloader.shard_loader(loader, 0, 1, 0))
+            subprocess.run(["sh", "-c", f"kill -{while_it_starts:d} 0"])
+            count = next(batches)
+            subprocess.run(["sh", "-c", f"kill -{later:d} 0"])
+            print(stop.received, (count + sum(batches)).item())
+"""
+
+
+def test_a_signal_to_all_processes_leaves_a_loader_its_workers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WORKERS)
+    result = succeeded(python(str(script)))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGINT)
+    assert result.stdout == "".join(f"{number:d} 64\n" for number in numbers)
+
+
 @on_ranks(2)
 def test_the_best_checkpoint_is_kept(world):
     """Also by the process that resumes, and although it is older than those that are deleted."""

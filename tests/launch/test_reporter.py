@@ -18,6 +18,7 @@ import pytest
 import torch
 import train
 from commands import ROOT
+from disk import files_of_at_most
 from pages import read
 from pool import on_ranks, shared_folder
 from train_app import batch_reader
@@ -55,6 +56,10 @@ def test_a_step_is_one_json_object_with_null_for_non_finite_values(tmp_path, cap
         reporter.step(RECORD)
     assert not (tmp_path / "other").exists()
     assert capsys.readouterr().out == ""
+    job = TrainConfig(steps=2, log_dir=str(tmp_path / "other"))
+    full = pytest.raises(paramp.ConfigError, match=r"log: '.*/train\.log' cannot be written to: File too large; make")
+    with full, files_of_at_most(2**15), Reporter(job, True) as reporter:
+        reporter.say("hello" * 2**13)
 
 
 def test_a_terminal_gets_a_bar_and_the_time_left(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import builtins
 import errno
 import io
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -169,6 +170,17 @@ def recording(folder: Path, full_at: int | None = None) -> Iterator[Recorder]:
     finally:
         for patch in patches:
             patch.stop()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A context in which a longer file of this process is an error, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # ------------------------------------------------------------------------------------------------------------ crashes

@@ -8,6 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from disk import files_of_at_most
 from families import family, long
 
 import paramp
@@ -46,6 +47,23 @@ def test_a_loop_writes_metrics_of_its_own(tmp_path):
         metrics.write(1, loss=0.5)
         assert metrics.record(1, TIMELINE) is None
     assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_an_error_with_the_file_and_leaves_the_log_as_it_was(tmp_path):
+    def write(folder):
+        with Metrics(folder) as metrics:
+            for step in range(1, 2001):
+                metrics.write(step, loss=0.5)
+
+    write(tmp_path / "a")
+    before = {path: path.read_text() for path in (tmp_path / "a").iterdir()}
+    with files_of_at_most(2**15):
+        with pytest.raises(ConfigError, match=r"folder: .*/a' cannot be written to: File too large; choose another"):
+            Metrics(tmp_path / "a", resumed_at=2000)
+        with pytest.raises(ConfigError, match=r"log: '.*/b/metrics\.jsonl' cannot be written to: File too large; make"):
+            write(tmp_path / "b")
+    assert {path: path.read_text() for path in (tmp_path / "a").iterdir()} == before
+    assert "metrics.jsonl' cannot be written to" in events(tmp_path / "b")[-1]["error"]
 
 
 PLACE = RankCoordinates(3, (("pp", 1), ("tp", 1)), 1)

@@ -95,12 +95,13 @@ def test_the_exit_code_is_the_scripts_and_the_error_of_the_rank_that_failed_come
     assert killed.stderr.strip().splitlines()[-1] == "error: rank 1 was ended by SIGKILL", killed.stderr
 
 
-def test_an_interrupt_ends_all_ranks(script):
+@pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGUSR1)])
+def test_an_interrupt_ends_all_ranks(script, send, number):
     with start([PYTHON, *RUN, script, "--tp", "2", "wait"], streams=subprocess.PIPE) as process:
         assert process.stdout.readline() == process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, signal.SIGINT)
+        send(process.pid, number)
         process.communicate(timeout=60)  # the pipe closes when the last rank has ended
-        assert process.returncode == 128 + signal.SIGINT
+        assert process.returncode == 128 + number
 
 
 def test_ranks_that_are_to_end_are_asked_at_once_and_killed_after_the_time_to_stop(monkeypatch):
