@@ -3,11 +3,15 @@
 A master that does not round to its weight was changed, or its weight was. Version counters do not tell, since an edit
 through ``.data`` moves none. So the weight's bits are hashed when it is rounded: if they are still the same before a
 step, its master stays as it is.
+
+The step takes the gradient of the master, an unscaled copy of the weight's. What a script changes in the weight's own
+after that, which has another scale, would be lost: it is an error, but for a gradient that is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,12 +26,43 @@ class ChangeableMasters(ParameterMasters):
 
     def __init__(self, weight: torch.Tensor, stepped: torch.Tensor) -> None:
         super().__init__(weight, stepped)
+        self._taken: weakref.ref[torch.Tensor] | None = None  # the gradient that take_gradient() took, and its version
+        self._taken_version = 0
         self.note_rounding()
         self.note_version()
 
     def note_version(self) -> None:
         """Record that the master has what was written to the weight so far."""
         self._version = version(self.weight)
+
+    def take_gradient(self) -> None:
+        super().take_gradient()
+        self.note_gradient()
+
+    def note_gradient(self) -> None:
+        """Record that the step follows the weight's gradient as it is."""
+        gradient = self.weight.grad
+        self._taken, self._taken_version = (None, 0) if gradient is None else (weakref.ref(gradient), version(gradient))
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """Whether the weight has a gradient that its master has not: a new one, or one that was changed in place."""
+        gradient = self.weight.grad
+        if gradient is None or not self.has_master:
+            return False
+        is_copied = gradient.dtype is not self.stepped.dtype  # else, by a weight's grad_dtype, its changes count
+        return self._is_gradient_replaced() or (is_copied and version(gradient) != self._taken_version)
+
+    def follow_replaced_gradient(self) -> None:
+        """Step with what a script has put in the place of the gradient that was taken; if it was dropped, with none."""
+        if self._is_gradient_replaced():
+            self.take_gradient()
+
+    def _is_gradient_replaced(self) -> bool:
+        gradient = self.weight.grad
+        if gradient is None or self._taken is None:
+            return gradient is not None or self._taken is not None
+        return self._taken() is not gradient
 
     @torch.no_grad()
     def take_up_broadcast(self) -> None:

@@ -80,10 +80,10 @@ class UnsteppedBatches:
     def _warn(self, text: str, *values: object) -> None:
         if text in self._texts:
             self._texts.remove(text)
-            warnings.warn(text.format(*values), stacklevel=_depth_of_user())
+            warnings.warn(text.format(*values), stacklevel=depth_of_user())
 
 
-def _depth_of_user() -> int:
+def depth_of_user() -> int:
     """The ``stacklevel`` in the caller's function of the line that calls the engine."""
     here = inspect.currentframe()
     frame, depth = here and here.f_back, 1

@@ -5,6 +5,7 @@ These do not support a mix of plain tensors and DTensors, or several meshes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ..base.dtensor import is_dtensor
 from ..scaling.complete_and_unscale_gradients import align_gradients, dense_gradients
 from ..scaling.grad_norm import total_norm
+from ..scaling.local_norm import norm_power
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
 """The methods that torch's clipping functions use."""
@@ -23,7 +25,9 @@ INF = float("inf")
 def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> torch.Tensor:
     """A 0-dim parameter whose gradient represents the gradients of ``parameters``, over all ranks.
 
-    Plain ``parameters`` are the same on every rank. It is on ``device_type`` if this rank has no gradient.
+    If all are plain, its norm is that of this rank, whose gradients may differ from those of others until these
+    exchange them; beside DTensors plain ones are the same on every rank. It is on ``device_type`` if this rank has no
+    gradient.
     """
     parameters = list(parameters)
     align_gradients(parameters)
@@ -32,20 +36,24 @@ def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> t
     device = parts[0].device if parts else torch.device(device_type)
     logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
     logical.parts = parts
-    logical.norm_weights = [1.0 / _num_replicas(parameter) for _, parameter in with_gradient]
+    logical.is_sharded = any(map(is_dtensor, parameters))
+    logical.norm_weights = [
+        1.0 / _num_replicas(parameter) if logical.is_sharded else 1.0 for _, parameter in with_gradient
+    ]
     surrogate = torch.zeros_like(logical).as_subclass(torch.Tensor).requires_grad_()
     surrogate.grad = logical
     return surrogate
 
 
 class LogicalGradient(torch.Tensor):
-    """The gradient of the whole model, sharded over the ranks; plain ``parts`` are the same on every rank.
+    """The gradient of the whole model, of which this rank has ``parts``; others have more if it ``is_sharded``.
 
     Its own value has no meaning. Elementwise methods apply to each part, and its norm is the whole model's. Clamping
     makes NaN of infinite elements: as finite ones they would hide from the step that the gradient has overflowed.
     """
 
     parts: list[torch.Tensor]
+    is_sharded: bool
     norm_weights: list[float]
 
     @classmethod
@@ -54,7 +62,11 @@ class LogicalGradient(torch.Tensor):
         logical = args[0] if args else None
         if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
             norm_type = float(args[1]) if len(args) > 1 else 2.0
-            return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
+            parts = logical.parts, logical.norm_weights, norm_type, logical.device
+            if logical.is_sharded:
+                return total_norm(*parts).float()
+            power = norm_power(*parts)
+            return (power if math.isinf(norm_type) else power.pow(1.0 / norm_type)).float()
         if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
             for part in logical.parts:
                 if func.__name__ != "mul_":

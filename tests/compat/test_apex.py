@@ -712,6 +712,18 @@ def test_misuse_is_refused():
     optimizer.register_step_post_hook(lambda *_: nn.init.zeros_(model.weight))
     with pytest.raises(RuntimeError, match=r"a parameter of shape \(1, 4\) was changed in its step\(\)"):
         optimizer.step()
+    for change in (lambda one: one.grad.mul_(2.0), lambda one: setattr(one, "grad", one.grad * 2.0)):
+        for lost in (learn, lambda _, optimizer: optimizer.step()):
+            model, optimizer = prepared("O2")
+            learn(model, optimizer)
+            change(model.weight)
+            with pytest.raises(AmpError, match=r"of shape \(1, 4\) was changed after amp\.scale_loss had moved it"):
+                lost(model, optimizer)
+    optimizer.zero_grad()
+    learn(model, optimizer)
+    model.bias.grad = None
+    optimizer.step()
+    assert holds(model.bias, 0.0)
     model = linear()
     model, pair = prepare(model, [sgd(model), sgd(model)], opt_level="O2")
     learn(model, pair)

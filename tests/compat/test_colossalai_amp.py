@@ -441,6 +441,38 @@ def test_what_a_loop_may_do_wrong():
         train(model, optimizer, criterion, data(1))
 
 
+def test_gradients_that_a_script_changes():
+    ((x, y),) = data(1)
+    changes = (
+        lambda one: one.grad.zero_(),
+        lambda one: setattr(one, "grad", one.grad * 0),
+        lambda one: setattr(one, "grad", None),
+    )
+    for name in ("torch", "naive"):
+        model, optimizer, criterion = converted(*EACH_TYPE[name])
+        weight = model.module[0].weight
+        for change in changes:
+            before = weight.detach().clone()
+            optimizer.backward(criterion(model(x), y))
+            optimizer.clip_grad_norm(model, 1.0)
+            change(weight)
+            if name == "naive" and weight.grad is not None:
+                with pytest.raises(RuntimeError, match=r"'0\.weight' was changed after clip_grad_norm had copied it"):
+                    optimizer.step()
+                optimizer.zero_grad()
+            else:
+                assert optimizer.step().stepped
+                assert (weight.grad is None) == torch.equal(weight, before)  # the others decay
+        optimizer.backward(criterion(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.warns(UserWarning, match=r"all gradients were changed.* \(1024\): .* optimizer\.clip_grad_norm"):
+            optimizer.step()
+    optimizer.zero_grad()
+    for one in model.parameters():
+        one.grad_dtype = torch.float32
+    train(model, optimizer, criterion, [(x, y)])  # masters' gradients are no copies
+
+
 @on_ranks(2)
 def test_a_stage_whose_backward_is_not_the_optimizers_has_the_scale_of_the_last_one(world):
     """As in a pipeline of torch's: the last rank alone scales a loss."""
@@ -470,9 +502,9 @@ class Moving(torch.optim.SGD):
 
 @on_ranks(2)
 def test_what_would_miss_the_memory_of_dtensors_is_an_error(world):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
-    def step(mode, kind, edit=lambda weight: None):
+    def step(mode, kind, edit=lambda weight: None, *, drop=False):
         model = small_mlp.tensor_parallel(small_mlp.build(), mesh)
         options = {"model": model, "optimizer": lambda model: kind(model.parameters(), lr=0.1)}
         model, optimizer, criterion = converted(mode, None, nn.MSELoss(), **options)
@@ -480,14 +512,19 @@ def test_what_would_miss_the_memory_of_dtensors_is_an_error(world):
         optimizer.backward(criterion(model(x), y))
         edit(model.module.up.weight)
         before = whole(model.module.up.weight).detach().clone()
+        if drop:
+            optimizer.clip_grad_norm(model, 1.0)
+            model.module.up.weight.grad = None
         optimizer.step()
-        assert not torch.equal(whole(model.module.up.weight), before)
+        assert torch.equal(whole(model.module.up.weight), before) == drop
 
     def replace(weight):
         weight.data = weight.detach() * 0.5
 
     step("bf16-true", torch.optim.SGD)
     step("bf16-naive", Moving)
+    with paramp.ParallelContext.from_mesh(mesh):
+        step("bf16-true", torch.optim.SGD, drop=True)
     refused = {
         r"the step of Moving gave 'up\.weight' other memory": lambda: step("bf16-true", Moving),
         r"'up\.weight' was moved after convert_to_amp": lambda: step("bf16-true", torch.optim.SGD, replace),

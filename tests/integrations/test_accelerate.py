@@ -332,6 +332,19 @@ def test_clipping_is_that_of_one_process(world, layout):
         check(parameters, [gradient.clamp(-0.01, 0.01) for gradient in expected])
 
 
+@on_ranks(2)
+def test_gradients_that_ranks_have_not_exchanged_are_clipped_by_their_own_norm(world):
+    """As in LocalSGD."""
+    with accelerating(world, "ddp", "fp16", **scaling()) as accelerator:
+        model, _ = prepared(adopt(accelerator))
+        with accelerator.no_sync(model):
+            accelerator.backward((1 + world.rank) * model(batch(0)[0]).square().mean())
+        accelerator.unscale_gradients()
+        for norm_type in (2, INF):
+            own = nn.utils.get_total_norm([one.grad for one in model.parameters()], norm_type)
+            assert accelerator.clip_grad_norm_(model.parameters(), 0.1 * own.item(), norm_type) == pytest.approx(own)
+
+
 # ------------------------------------------------------------------------------------------------- one process
 
 

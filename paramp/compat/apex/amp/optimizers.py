@@ -138,7 +138,7 @@ class ApexOptimizer:
                 "delay_unscale=True; leave it out for the last backward before a step"
             )
         without = all(weight.stepped.grad is None for weight in self.weights)
-        if without and any(weight.is_bypassed for weight in self.weights):
+        if without and any(weight.has_other_gradient for weight in self.weights):
             raise AmpError(
                 "optimizer.step(): the model's weights have gradients, but their fp32 masters have none; run the "
                 "backward of each loss as `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
@@ -161,6 +161,10 @@ class ApexOptimizer:
                 "optimizer.step(): no backward since the last step, which has used the gradients of the fp32 masters; "
                 "run `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()` before each step"
             )
+        for weight in masters:
+            if weight.has_other_gradient:
+                raise weight.changed_gradient("optimizer.step()")
+            weight.follow_replaced_gradient()
         follow_changed_weights(weight for weight in self.weights if not weight.has_changed_master)
         with_masters = [(f"a parameter of shape {tuple(one.weight.shape)}", one.weight) for one in masters]
         with refusing_changes(with_masters, changed_in_step):

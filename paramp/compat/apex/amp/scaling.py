@@ -81,6 +81,8 @@ def _scaled(
     has_new = session.has_new()
     if has_new or not all(weight.checked for weight in weights):
         take_up_changes(weights, session.current_ids(), has_new=has_new)
+    for weight in weights:
+        weight.check_gradient()
     unscaled_others = _unscale_others(weights, scale, found_inf)
     with _backward(session, weights, scale):
         yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale

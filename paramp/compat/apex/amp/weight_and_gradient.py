@@ -28,7 +28,6 @@ class AmpWeight(ChangeableMasters):
         self.is_incomplete = False  # a failed backward has lost delayed gradients, until zero_grad()
         self._accumulates = False  # during a backward, whether the weight has a delayed gradient of an earlier one
         self._stash: torch.Tensor | None = None  # during a backward, the unscaled gradient of earlier losses
-        self._spent: int | None = None  # the version of the weight's gradient that was moved to the master
         self.used_by: object = None  # the optimizer whose step, or skipped step, has used that gradient
 
     def note_version(self) -> None:
@@ -59,6 +58,20 @@ class AmpWeight(ChangeableMasters):
                 "move the model before amp.initialize, not after"
             )
 
+    def check_gradient(self) -> None:
+        """Raise an AmpError if the master has a gradient, and that of the weight was changed since."""
+        if self.stepped.grad is not None and self.has_other_gradient and not self._is_cleared():
+            raise self.changed_gradient("amp.scale_loss")
+
+    def changed_gradient(self, what: str) -> AmpError:
+        """The error of ``what`` would lose a change of the weight's gradient."""
+        return AmpError(
+            f"{what}: the gradient of a parameter of shape {tuple(self.weight.shape)} was changed after "
+            "amp.scale_loss had moved it to its fp32 master, which the step uses; change those of "
+            "amp.master_params(optimizer), and pass each amp.scale_loss the optimizers of all parameters that its "
+            "backward reaches"
+        )
+
     def begin(self, scale: float) -> None:
         """Before a backward whose loss is multiplied by ``scale``: stash the existing, unscaled gradients.
 
@@ -72,27 +85,20 @@ class AmpWeight(ChangeableMasters):
 
     def _is_cleared(self) -> bool:
         """Whether ``model.zero_grad()``, or the script itself, has dropped a gradient that was moved to the master."""
-        if not self.has_master or self._spent is None:
+        if not self.has_master or self._taken is None:
             return False
         gradient = self.weight.grad
-        is_written = gradient is not None and gradient._version != self._spent and not gradient.is_sparse
+        is_written = gradient is not None and self.has_other_gradient and not gradient.is_sparse
         return gradient is None or (is_written and not bool(local(gradient).any()))
 
     def take_gradient(self) -> None:
         super().take_gradient()
-        self._spent = None if self.weight.grad is None else self.weight.grad._version
         self.used_by = None
 
     @property
     def was_used(self) -> bool:
         """Whether :attr:`used_by` has stepped with the gradient that the weight has, and dropped the master's."""
         return self.used_by is not None and self.weight.grad is not None
-
-    @property
-    def is_bypassed(self) -> bool:
-        """Whether the weight has a gradient of a backward without ``scale_loss``, which was not moved to the master."""
-        gradient = self.weight.grad
-        return self.has_master and gradient is not None and gradient._version != self._spent
 
     def add_stash(self) -> None:
         """Add the gradient that :meth:`begin` has stashed to the new one, which is unscaled now too."""
@@ -112,19 +118,19 @@ class AmpWeight(ChangeableMasters):
         """
         self.is_incomplete |= self._accumulates
         self.weight.grad, self.stepped.grad = None, self._stash
-        self.scale = self._stash = self._spent = None
+        self.scale = self._stash = self._taken = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the weight's gradient; drop the master's."""
         self.scale = self._stash = None
         self.is_incomplete = False
         if self.has_master:
-            self.stepped.grad = self._spent = self.used_by = None
+            self.stepped.grad = self._taken = self.used_by = None
             if set_to_none or self.weight.grad is None:
                 self.weight.grad = None
             else:
                 self.weight.grad.detach_().zero_()
-                self._spent = self.weight.grad._version
+                self.note_gradient()
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,7 @@ from ....base.dtensor import is_dtensor, refusing_changes
 from ....base.torch_internals import expect
 from ....distributed.context import current_context
 from ....engine.step import StepResult
+from ....engine.unstepped_batches import depth_of_user
 from ....optim.user_changes.refused_changes import changed_in_step
 from ....optim.user_optimizer import StepGuard, SteppedInPlace
 from ....precision.compute_context import ComputeContext, default_dtype_of
@@ -26,6 +28,12 @@ from ....scaling.step_decision import clip_coefficient
 from .weights import Weights
 
 expect("torch._foreach_mul_")
+
+CHANGED = (
+    "optimizer: all gradients were changed since the backward, when they carry the loss scale ({:g}): clipping or "
+    "adding a number there makes the step wrong, or too small to see; call optimizer.clip_grad_norm(model, max_norm), "
+    "which first unscales them. Factors, and sums over ranks, are right there"
+)
 
 
 class AmpOptimizer(torch.optim.Optimizer):
@@ -54,6 +62,8 @@ class AmpOptimizer(torch.optim.Optimizer):
         # When the gradients are unscaled: whether one is not finite, there are any, a loss was scaled; on any rank.
         self._flags: torch.Tensor | None = None
         self._norm: float | None = None
+        self._after_backward: list[int | None] = []  # the gradients' versions, if losses are scaled
+        self._warned = False
         self._in_place = SteppedInPlace(optim, weights.of_dtensors)
         self._guard = StepGuard(
             optim,
@@ -95,6 +105,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             plain = (loss.full_tensor() if is_dtensor(loss) else loss).reshape(())
             wide = plain.to(torch.promote_types(plain.dtype, torch.float32))
             self.scaler.scale(wide).backward(retain_graph=retain_graph)
+        self._end()
 
     def backward_by_grad(self, tensor: Any, grad: Any) -> None:
         """The backward of an earlier pipeline stage, from its output and the gradient that the next stage sent.
@@ -105,6 +116,7 @@ class AmpOptimizer(torch.optim.Optimizer):
         self.scaler._has_scaled = True  # by the rank of the loss
         with self._compute.enter(), default_dtype_of(self.precision):
             torch.autograd.backward(tensor, grad)
+        self._end()
 
     def _begin(self) -> None:
         self._weights.check_replaced()
@@ -115,6 +127,20 @@ class AmpOptimizer(torch.optim.Optimizer):
                 "backward: the gradients are unscaled already, so scaled ones cannot be added; call step() or "
                 "zero_grad() after clip_grad_norm, before the next backward"
             )
+
+    def _end(self) -> None:
+        if self.scaler.is_enabled() and not self._warned:
+            self._after_backward = self._weights.versions()
+
+    def _check_scaled(self) -> None:
+        """Warn, once, if several gradients, all of the last backward, were changed since."""
+        pairs = zip(self._weights.versions(), self._after_backward, strict=True)
+        changed = [now != then for now, then in pairs if then is not None]
+        self._after_backward = []
+        if len(changed) > 1 and all(changed):
+            self._warned = True
+            if not (is_distributed() and dist.get_rank()):
+                warnings.warn(CHANGED.format(self.scaler.get_scale()), stacklevel=depth_of_user())
 
     @torch.no_grad()
     def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
@@ -205,7 +231,7 @@ class AmpOptimizer(torch.optim.Optimizer):
                 parameter.grad = None if gradient is None else torch.zeros_like(gradient)
         if not self._spent and any(gradient is not None for gradient in gradients):
             self.scaler._has_scaled = False  # of a backward without a step
-        self._spent, self._flags, self._norm = False, None, None
+        self._spent, self._flags, self._norm, self._after_backward = False, None, None, []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported: raises a RuntimeError, because the groups are fixed when the optimizer is converted."""
@@ -232,6 +258,8 @@ class AmpOptimizer(torch.optim.Optimizer):
     def _unscaled(self) -> list[torch.Tensor]:
         """The stepped tensors' gradients, plain and unscaled; in the first call the ranks agree on the flags."""
         if self._flags is None:
+            if self._after_backward:
+                self._check_scaled()
             parameters = self._weights.parameters
             for parameter in parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -244,6 +272,8 @@ class AmpOptimizer(torch.optim.Optimizer):
             unscale_and_check_(gradients, torch.full_like(found_inf, 1.0 / self.scaler.get_scale()), found_inf)
             self.scaler.agree(flags)
             self._flags = flags
+        else:
+            self._weights.follow_gradients()
         return self._present([stepped.grad for stepped in self._weights.stepped])
 
     def _has_gradient(self) -> bool:

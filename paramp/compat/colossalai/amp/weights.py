@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ....base.collectives import is_distributed
-from ....base.dtensor import is_dtensor, local
+from ....base.dtensor import is_dtensor, local, version
 from ....base.module_surgery import check_frozen, moved, stored_dtype, trained_and_frozen
 from ....optim.flat_gradients import STORAGE
 from ....optim.flat_weights import cast_weights
@@ -117,6 +117,25 @@ class Weights:
         for one in self._weights:
             one.take_gradient()
         return [stepped.grad for stepped in self.stepped if stepped.grad is not None]
+
+    def versions(self) -> list[int | None]:
+        """Counters of changes of each gradient; None if there is none."""
+        return [None if one.grad is None else version(one.grad) for one in self.parameters]
+
+    def follow_gradients(self) -> None:
+        """After :meth:`load_gradients`: follow gradients that were dropped, and without masters also replaced ones.
+
+        Raises:
+            RuntimeError: one of a weight with a master was changed.
+        """
+        for name, one in zip(self.names, self._weights, strict=True):
+            if one.has_other_gradient:
+                raise RuntimeError(
+                    f"the gradient of {name!r} was changed after clip_grad_norm had copied it to the fp32 master, "
+                    "which the step uses; change it before clip_grad_norm, where it carries the loss scale, or change "
+                    "those of optimizer.param_groups, which hold the masters"
+                )
+            one.follow_replaced_gradient()
 
     def follow_changes(self) -> None:
         """Update masters whose weights were changed in place; before each step."""
