@@ -7,14 +7,13 @@ values computed from it stay on the device: the result and the counters of steps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
 from ..base.collectives import all_reduce_
 from ..base.errors import ConfigError
 from ..optim import user_optimizer
-from ..optim.choose_step import Step, choose_step
+from ..optim.choose_step import Step, choose_step, guarding
 from ..optim.compiled.compiled_step import fused_step_for, is_in_torch_dispatch_mode, sums_for
 from ..optim.flat_buffer import FlatParam
 from ..scaling.grad_norm import count_zeros
@@ -183,12 +182,7 @@ class OptimizerStep:
         except ConfigError as error:  # on some ranks only: others may step no parameter of that optimizer
             problem = error
         failure.agree(problem)
-        # After choose_step, which looks for the user's hooks.
-        guards = [user_optimizer.StepGuard(one, user_optimizer.ONLY_THE_ENGINE_STEPS) for one in self._optimizers]
-        self._guards = [
-            guard if update.calls_optimizer else nullcontext()
-            for guard, update in zip(guards, self.updates, strict=True)
-        ]
+        self._guards = [guarding(*pair) for pair in zip(self._optimizers, self.updates, strict=True)]
         for optimizer in self._optimizers:
             user_optimizer.replace_zero_grad(optimizer, window.drop)
 

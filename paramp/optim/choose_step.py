@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,7 +14,7 @@ from .flat_weights import OptimizerWeights
 from .fused_step import KERNELS, FusedStep, num_step_hooks
 from .matrices.matrix_step import MatrixStep
 from .user_changes.refused_changes import changed_in_step, check_stepped, is_step_replaced
-from .user_optimizer import NarrowState, SteppedInPlace, check_narrow_state
+from .user_optimizer import ONLY_THE_ENGINE_STEPS, NarrowState, StepGuard, SteppedInPlace, check_narrow_state
 
 COMPLEX = "it has complex parameters"
 
@@ -113,9 +113,31 @@ class PlainStep:
         self._in_place.check()
         self._weights.write_back()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A context in which the optimizer changes outside of a step what it steps; then the weights follow.
+
+        Under ZeRO every data rank has to enter it.
+        """
+        self._weights.follow_changes()
+        with self._state:
+            yield
+        self._in_place.check()
+        self._weights.write_back()
+
     def state_loaded(self) -> None:
         """No action: nothing here depends on the optimizer's state."""
 
 
 Step = FusedStep | PlainStep | MatrixStep
 """The step of one of an engine's optimizers."""
+
+
+def guarding(optimizer: torch.optim.Optimizer, update: Step) -> AbstractContextManager[None]:
+    """A context for ``update``, outside of which the own step of ``optimizer`` is an error.
+
+    To be called after :func:`choose_step`, which looks for the user's hooks.
+    """
+    changing = nullcontext if isinstance(update, FusedStep) else update.changing
+    guard = StepGuard(optimizer, ONLY_THE_ENGINE_STEPS, changing)
+    return guard if update.calls_optimizer else nullcontext()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
 from typing import Any, Protocol
 
@@ -88,7 +90,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                 )
     states: Mapping[Any, Any] = optimizer.state
     for parameter, state in states.items():
-        if "step" not in state:
+        if state and "step" not in state:  # a method such as train() may have looked into it
             name = names_of[parameter][0] if parameter in names_of else str(parameter)
             raise ConfigError(
                 f"optimizer: it has stepped already, or its constructor made state for {name!r} without a count of "
@@ -231,8 +233,9 @@ def repoint(
         group["params"] = [tensor for _, tensor in kept]
         if "param_names" in group:
             group["param_names"] = [group["param_names"][index] for index, _ in kept]
-    if optimizer.state:  # some constructors, such as Adagrad's, make the state: make it again for the stepped tensors
-        optimizer.state.clear()
+    is_made = any(optimizer.state.values())  # by some constructors, such as Adagrad's
+    optimizer.state.clear()
+    if is_made:  # make it again for the stepped tensors
         optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)
 
 
@@ -251,7 +254,7 @@ def why_weights_are_missed(
     are_paired = after == before or all(shape is None for shape in after)  # with none, the step does nothing
     for one in with_inner(optimizer):
         kind = type(one).__name__
-        for attribute, value in _own_attributes(one).items():
+        for attribute, value in own_attributes(one).items():
             held = [leaf for leaf in _leaves(value, groups) if isinstance(leaf, torch.Tensor)]
             parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter) and tensor in names_of]
             for parameter in parameters:
@@ -277,13 +280,13 @@ def with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """``optimizer``, and the optimizers that attributes of it and of these hold."""
     found = [optimizer]
     for one in found:
-        for leaf in _leaves(_own_attributes(one)):
+        for leaf in _leaves(own_attributes(one)):
             if isinstance(leaf, torch.optim.Optimizer) and leaf not in found:
                 found.append(leaf)
     return found
 
 
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes of a user's class; those that a user has added to one of torch's optimizers are not read."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return {}
@@ -380,14 +383,25 @@ def replace_zero_grad(optimizer: torch.optim.Optimizer, zero_grad: Callable[[], 
 class StepGuard:
     """Raises a ``RuntimeError`` with ``message`` for each ``step()`` of ``optimizer`` outside ``with guard:``.
 
-    So for each step of the optimizers in it, such as that which a SAM calls in a method of its own.
+    So for each step of the optimizers in it, such as that which a SAM calls in a method of its own. Their ``train()``
+    and ``eval()``, by which schedule-free ones change what they step, run within ``changing()``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, message: str) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        message: str,
+        changing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._message = message
         self._stepping = False
+        self._changing = changing
         for one in with_inner(optimizer):
             one.register_step_pre_hook(self._check)
+            for name in ("train", "eval"):
+                own = getattr(one, name, None)
+                if callable(own):
+                    setattr(one, name, functools.wraps(own)(functools.partial(self._switch, own)))
 
     def __enter__(self) -> None:
         self._stepping = True
@@ -398,3 +412,9 @@ class StepGuard:
     def _check(self, *_: Any) -> None:
         if not self._stepping:
             raise RuntimeError(self._message)
+
+    def _switch(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._stepping:  # of an optimizer around it too
+            return own(*args, **kwargs)
+        with self._changing(), self:
+            return own(*args, **kwargs)

@@ -25,7 +25,8 @@ from torch import fx, nn
 
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError
-from ..base.module_surgery import PLAIN, keep_only, names_outside, replace_forward
+from ..base.module_surgery import keep_only, names_outside, replace_forward
+from ..base.state_over_trials import PLAIN
 from ..base.trees import leaves, tensors
 from ..precision import norms
 from .batch_key import CONSTANTS

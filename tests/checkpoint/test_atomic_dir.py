@@ -7,9 +7,11 @@ import shutil
 from unittest import mock
 
 import pytest
+import torch
 from pool import on_ranks, shared_folder
 from reference import batches
 from small_engines import assert_same_tensors, each_raises, everywhere, filled_engine, gpt_engine, save, train_step
+from torch.testing._internal.two_tensor import TwoTensor
 
 import paramp
 from paramp.base.errors import CheckpointError, ConfigError
@@ -258,10 +260,13 @@ def test_a_rank_that_cannot_write_is_every_ranks_error(world):
             each_raises(CheckpointError, {of_second: lambda: engine.save(folder / "checkpoint")})
         everywhere(None)  # rank 0 has deleted what was there
         assert everywhere([path.name for path in folder.iterdir()]) == [["file"]] * 2
-        if world.rank == 1:
-            engine.optimizer.state[next(engine.module.parameters())] = {"odd": object()}
-        words_of_state = r"optimizer.0.weight.odd: got object as state"
-        each_raises(CheckpointError, {words_of_state: lambda: engine.save(folder / "checkpoint")})
+        weight = next(engine.module.parameters())
+        quantized = TwoTensor(torch.zeros_like(weight), torch.zeros_like(weight))
+        for odd, found in ((object(), "object as state"), (quantized, "TwoTensor as state.*no quantized state")):
+            if world.rank == 1:
+                engine.optimizer.state[weight] = {"odd": odd}
+            words_of_state = f"optimizer.0.weight.odd: got {found}"
+            each_raises(CheckpointError, {words_of_state: lambda: engine.save(folder / "checkpoint")})
 
     def save_and_leave():
         with paramp.launch_from_torch({}):

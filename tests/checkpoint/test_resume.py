@@ -8,7 +8,8 @@ from families import cases, family
 from matrix import from_small_scale
 from pool import run_on_ranks
 from reference import ROUNDING, UNITS_LOSS, batches, local, small_gpt
-from small_engines import assert_same_tensors, own_part
+from small_engines import assert_same_tensors, engine_of, own_part, train_step
+from torch import nn
 
 import paramp
 
@@ -102,6 +103,37 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path, layout, options):
     assert_same_tensors(resumed[1], went_on[1])
     assert resumed[2:4] == went_on[2:4]
     assert resumed[3] == (BEFORE + AFTER - 1, 1)
+
+
+class Counting(torch.optim.SGD):
+    """It counts its steps in an attribute, and so does the optimizer in it."""
+
+    def __init__(self, parameters, option=1.0, outer=True):
+        super().__init__(parameters, lr=0.1)
+        self.count, self.option, self.is_set_up = 0, option, False
+        self.inner = Counting(self.param_groups, option, outer=False) if outer else None
+
+    def step(self, closure=None):
+        self.count, self.is_set_up = self.count + 1, True
+        if self.inner:
+            self.inner.step()
+        else:
+            super().step()
+
+
+def test_what_an_optimizer_counts_in_an_attribute_goes_on(tmp_path):
+    """Its options stay as the run has them, and flags of what a process has set up."""
+    with paramp.launch_from_torch():
+        engine = engine_of(nn.Linear(4, 4), optimizer=Counting)
+        engine.save(tmp_path / "0")
+        for _ in range(3):
+            assert train_step(engine, torch.ones(2, 4)).stepped
+        engine.save(tmp_path / "3")
+        engine = engine_of(nn.Linear(4, 4), optimizer=functools.partial(Counting, option=2.0))
+        for steps in (3, 0):
+            engine.load(tmp_path / str(steps))
+            for one in (engine.optimizer, engine.optimizer.inner):
+                assert (one.count, one.option, one.is_set_up) == (steps, 2.0, False)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from families import cases, family
-from lamb import Elementwise
+from lamb import ScheduleFree
 from pool import run_on_ranks
 from reference import batches, local, small_gpt
 from small_engines import assert_same_tensors, engine_of, own_part, train_step
@@ -253,16 +253,6 @@ def test_state_that_the_user_loads_is_stored_in_bf16(mode, make):
             for index, state in before["state"].items():
                 check_same(after[index], state)
             assert dtypes(after) == {torch.bfloat16}
-
-
-class ScheduleFree(Elementwise):
-    """Steps a copy of the weights, which follow its average (Defazio et al., 2024)."""
-
-    def step_one(self, parameter, group, state):
-        state.setdefault("stepped", parameter.clone())
-        state["count"] = state.get("count", 0) + 1
-        state["stepped"].sub_(parameter.grad, alpha=group["lr"])
-        parameter.lerp_(state["stepped"], 1 / state["count"])
 
 
 REFUSED = {

@@ -6,15 +6,17 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from beside_plain import randn, seeded, train_both
+from beside_plain import assert_weights, plain_step, randn, seeded, train_both
 from counting import Operators
 from families import cases, family
+from lamb import ScheduleFree, ScheduleFreeOfMatrices
 from pool import on_ranks
-from reference import assert_trained, batches, plain_fp32_training, small_gpt
+from reference import assert_trained, batches, local, plain_fp32_training, small_gpt
 from small_engines import engine_of, everywhere, own_part, sgd, train_step
 from small_mixture import PLAN, WIDTH, layers, tokens
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import paramp
@@ -169,6 +171,62 @@ def test_a_list_beside_groups_that_lose_parameters_of_other_ranks_is_an_error_on
     with paramp.launch_from_torch({"parallel": {"pipeline": 2}}):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         engine_of(model, optimizer=[Holding(layer.parameters(), BESIDE["a list"]) for layer in model])
+
+
+def two_layers():
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+
+
+SHOWN = [(mode, parallel) for mode in ("32-true", STEPS_OTHERS[1]) for parallel in ({}, {"zero": 1}, {"tensor": 2})]
+SHOWN += [(STEPS_OTHERS[1], {"data": {"shard": 2}})]
+
+
+@pytest.mark.parametrize("kind", [ScheduleFree, ScheduleFreeOfMatrices])
+@on_ranks(2)
+def test_weights_follow_the_train_and_eval_of_an_optimizer(world, kind):
+    """A change of weights in between stays, and training goes on as in plain torch."""
+    for mode, parallel in SHOWN:
+        with paramp.launch_from_torch({"precision": mode, "parallel": parallel}) as context:
+            plain, model = two_layers(), two_layers()
+            optimizer, given = (kind(one.parameters()) for one in (plain, model))
+            given.train()
+            engine = engine_of(model, optimizer=given, plan={"0": "colwise", "1": "rowwise"})
+            for x in (randn(8, 4, seed=step) for step in range(4)):
+                for one in (optimizer, engine.optimizer):
+                    one.train()
+                plain_step(plain, optimizer, x, x.roll(1))
+                assert train_step(engine, *own_part(context, x, x.roll(1))).stepped
+                engine.zero_grad()
+                with torch.no_grad():
+                    for one in (plain, engine.module):
+                        local(one[1].bias).add_(0.25)
+                trained = plain[0].weight.detach().clone()
+                for one in (optimizer, engine.optimizer):
+                    one.eval()
+                loss = engine.evaluate(*own_part(context, x, x.roll(1))).item()
+                assert loss == pytest.approx(F.mse_loss(plain(x), x.roll(1)).item(), rel=2e-3)
+                assert_weights(engine.full_state_dict(), plain.state_dict(), atol=2e-3)
+                assert engine.check_replicas() == []
+            assert (plain[0].weight - trained).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-naive"])
+def test_converted_weights_follow_the_train_and_eval_of_an_optimizer_in_another(mode):
+    plain, model = two_layers(), two_layers()
+    optimizer, given = (Holding(one.parameters(), lambda it: ScheduleFree(it.param_groups)) for one in (plain, model))
+    model, converted, _ = paramp.amp.convert_to_amp(model, given, None, mode)
+    for x in (randn(8, 4, seed=step) for step in range(4)):
+        for one in (optimizer, converted):
+            one.held.train()
+        plain_step(plain, optimizer, x, x.roll(1))
+        converted.backward(F.mse_loss(model(x).float(), x.roll(1)))
+        assert converted.step().stepped
+        trained = plain[0].weight.detach().clone()
+        for one in (optimizer, converted):
+            one.held.eval()
+        weights = {name: value.float() for name, value in model.module.state_dict().items()}
+        assert_weights(weights, plain.state_dict(), atol=3e-3)
+    assert (plain[0].weight - trained).abs().max() > 0.02
 
 
 OWN_STEPS = {

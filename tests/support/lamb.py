@@ -90,6 +90,51 @@ class Named(Lamb):
         super().step()
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """It steps a copy of the weights; ``eval()`` gives them its average (Defazio et al., 2024)."""
+
+    def __init__(self, parameters, lr=0.1, beta=0.5):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "count": 0, "train_mode": False})
+
+    def train(self):
+        self.switch(True, lambda beta: 1 - beta)
+
+    def eval(self):
+        self.switch(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def switch(self, train, way):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "stepped" in state and group["train_mode"] != train:
+                    parameter.lerp_(state["stepped"], way(group["beta"]))
+            group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"], "step() after eval()"
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    stepped = self.state[parameter].setdefault("stepped", parameter.clone())
+                    update = group["lr"] * self.update(parameter.grad)
+                    parameter.lerp_(stepped, 1 / group["count"])
+                    parameter.add_(update, alpha=group["beta"] * (1 - 1 / group["count"]) - 1)
+                    stepped.sub_(update)
+
+    def update(self, gradient):
+        return gradient
+
+
+class ScheduleFreeOfMatrices(ScheduleFree):
+    """It needs whole matrices."""
+
+    def update(self, gradient):
+        return gradient / gradient.norm()
+
+
 def lamb(model):
     """Over all parameters: replicated and 1-dim ones too. The norm of a stack is that of all its experts."""
     return [Lamb(model.parameters(), lr=0.01)]

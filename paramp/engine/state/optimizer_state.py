@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ...checkpoint.chunks import Chunk, whole_chunk
 from ...checkpoint.header import MODEL, Header, StoredTensor
 from ...optim.flat_buffer import FlatParam
 from ...optim.flat_weights import NO_GROUP
+from ...optim.user_optimizer import own_attributes, with_inner
 from .model_tensors import ParamChunks
 
 OPTIMIZER = "optimizer."
@@ -112,6 +113,11 @@ class OptimizerState:
         if not isinstance(value, torch.Tensor) or "." in key:
             raise CheckpointError(
                 f"{name}: got {type(value).__name__} as state, expected tensors and numbers with names without a dot"
+            )
+        if hasattr(value, "__tensor_flatten__"):  # of several tensors, such as 8-bit state of torchao
+            raise CheckpointError(
+                f"{name}: got {type(value).__name__} as state, expected plain tensors: a checkpoint holds no quantized "
+                "state; use torch's AdamW, with optimizer_state='bf16' where memory is short"
             )
         if exchanged := self._weights[param.optimizer].exchanged_axes(param):  # of all of it
             return whole_chunk(name, value, written=self._params.writes_whole(param, exchanged))
@@ -237,3 +243,30 @@ class OptimizerState:
         dtype = stepped.dtype if was_narrow or weight.dtype is not stepped.dtype else stored.dtype
         narrow = self._params.context.config.precision.optimizer_state == "bf16" and stepped.ndim
         return torch.bfloat16 if narrow and dtype is stepped.dtype else dtype
+
+
+class OptimizerAttributes:
+    """The numbers that optimizers of a user's class count in attributes, such as the steps of a Lookahead.
+
+    Only those that have changed since ``initialize`` are saved: an option that the constructor was given stays as the
+    run that resumes has it, and so does a rank's own number. Flags are left out: they may tell what a process has set
+    up.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = [one for optimizer in optimizers for one in with_inner(optimizer)]
+        self._initial = [*map(_numbers, self._optimizers)]
+
+    def changed(self) -> list[dict[str, float]]:
+        """Those to save of each optimizer, and of the optimizers in it."""
+        pairs = zip(map(_numbers, self._optimizers), self._initial, strict=True)
+        return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
+
+    def load(self, saved: Sequence[Mapping[str, float]]) -> None:
+        """Set what :meth:`changed` returned, and the others as they were at ``initialize``."""
+        for one, then, changed in zip(self._optimizers, self._initial, saved, strict=False):
+            vars(one).update({**then, **changed})
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    return {key: value for key, value in own_attributes(optimizer).items() if type(value) in (int, float)}

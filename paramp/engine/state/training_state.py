@@ -40,7 +40,7 @@ from ..accumulation_window import AccumulationWindow
 from ..moving_averages_of_weights import EMA, WeightAverages
 from ..step import OptimizerStep
 from .model_tensors import ModelTensors, ParamChunks
-from .optimizer_state import OPTIMIZER, OptimizerState
+from .optimizer_state import OPTIMIZER, OptimizerAttributes, OptimizerState
 from .random_streams import RandomStreams, saved_layout
 
 
@@ -74,6 +74,7 @@ class TrainingState:
         self._first_names = params.first_names
         self._model = ModelTensors(params)
         self._optimizer = OptimizerState(params)
+        self._attributes = OptimizerAttributes([one.optimizer for one in params.weights.by_optimizer])
         self._random = RandomStreams(stages, params.context)
         self._window, self._step, self._scaler, self._averages = window, step, scaler, averages
         self.saver = Saver(params.context)
@@ -139,6 +140,7 @@ class TrainingState:
         if everything:
             begins_at_zero = [isinstance(update, FusedStep) for update in self._step.updates]
             self._optimizer.load(fill, header, begins_at_zero=begins_at_zero)
+            self._attributes.load(header.values.get("attributes", ()))
             for update in self._step.updates:
                 update.state_loaded()
             self._load_values(header.values)
@@ -160,6 +162,7 @@ class TrainingState:
             "groups": self._optimizer.groups(),
             "members": self._optimizer.members(),
             "numbers": numbers,
+            "attributes": self._attributes.changed(),
             "tracked": {name: thing.state_dict() for name, thing in self._tracked.items()},
         }
         averages = () if self._averages is None else self._averages.chunks()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -51,28 +51,43 @@ class MatrixStep:
         if bool(skip):  # the host waits
             self._weights.changes.postpone()
             return
-        if self._weights.changes.due:
+        params, stay = self._exchange.params, self._exchange.stay
+        gradients = dict(zip(stay, self._unscaled(stay, divisor), strict=True))
+        if params:
+            gradients |= self._exchange.to_owners(self._unscaled(params, divisor))
+        with self.changing(compare=self._weights.changes.due):
+            for param, stepped in self._exchange.pairs():
+                gradient = gradients.pop(param)
+                stepped.grad = None if param in absent else gradient.view(stepped.shape)
+            try:
+                with refusing_changes(self._written_over, changed_in_step):
+                    self._optimizer.step()
+            finally:
+                for _, stepped in self._exchange.pairs():
+                    stepped.grad = None
+
+    @contextmanager
+    @torch.no_grad()
+    def changing(self, *, compare: bool = True) -> Iterator[None]:
+        """A context in which the optimizer changes whole matrices on their owners; then the weights follow.
+
+        All ranks that exchange matrices have to enter it. ``compare``: weights may have been changed in place.
+        """
+        if compare:
             self._weights.follow_changes()
         params, stay, owned = self._exchange.params, self._exchange.stay, self._exchange.owned
         masters = [param.buffer.masters.read(param.own_range, compare=False) for param in params]
         staying = [param.buffer.masters.read(param.own_range, compare=False) for param in stay]  # what is stepped
-        gradients = dict(zip(stay, self._unscaled(stay, divisor), strict=True))
         if params:
-            gradients |= self._exchange.to_owners(self._unscaled(params, divisor))
             for param, value in self._exchange.to_owners(masters).items():
                 owned[param].data = value
-        for param, stepped in self._exchange.pairs():
-            gradient = gradients.pop(param)
-            stepped.grad = None if param in absent else gradient.view(stepped.shape)
         try:
-            with self._state, refusing_changes(self._written_over, changed_in_step):
-                self._optimizer.step()
+            with self._state:
+                yield
             wholes = {param: stepped.detach() for param, stepped in owned.items()}
         finally:
-            for param, stepped in self._exchange.pairs():
-                stepped.grad = None
-                if param in owned:
-                    stepped.data = placeholder(stepped.shape, stepped.dtype, stepped.device)
+            for stepped in owned.values():
+                stepped.data = placeholder(stepped.shape, stepped.dtype, stepped.device)
         self._in_place.check()
         new = [torch.empty_like(master) for master in masters]
         if params:

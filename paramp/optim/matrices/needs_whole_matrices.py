@@ -209,6 +209,9 @@ def _stepped(
     """``weights`` after steps of a copy of ``optimizer``, with one element of ``gradients`` a step; and the copy."""
     parameters = [nn.Parameter(one.clone(memory_format=torch.contiguous_format)) for one in weights]
     tried = _copied(optimizer, {**copy.deepcopy(options), "params": parameters})
+    train = getattr(tried, "train", None)
+    if callable(train):  # schedule-free ones step in that mode only
+        train()
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
@@ -221,7 +224,7 @@ def _copied(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.op
 
     Not made by its constructor, which may need more arguments than its groups have.
     """
-    if optimizer.state:  # some constructors, such as Adagrad's, make the state
+    if any(optimizer.state.values()):  # some constructors, such as Adagrad's, make the state
         return type(optimizer)([group], **optimizer.defaults)
     tried = type(optimizer).__new__(type(optimizer))
     own = {"param_groups", "state", "step", "zero_grad"}  # a scheduler replaces step() by one of the original's

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -69,6 +70,7 @@ class AmpOptimizer(torch.optim.Optimizer):
             optim,
             "optimizer.step(): the optimizer was converted; call step() of the one that convert_to_amp returned, which "
             "first unscales and checks the gradients",
+            self._changing,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -221,6 +223,17 @@ class AmpOptimizer(torch.optim.Optimizer):
         if self.precision.verbose and self.scaler.get_scale() != scale and not (is_distributed() and dist.get_rank()):
             print(f"paramp: loss scale changes from {scale:g} to {self.scaler.get_scale():g}", flush=True)
         return result
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A context in which :attr:`optim` changes outside of a step what it steps; then the weights follow."""
+        if self._weights.is_new:  # nothing to change yet, and a broadcast may follow
+            yield
+            return
+        self._weights.follow_changes()
+        yield
+        self._in_place.check()
+        self._weights.write_back()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of weights and masters; with ``set_to_none=False`` the weights' become zeros."""

@@ -29,6 +29,7 @@ class Weights:
         stepped: the tensors that the optimizer steps, in the same order.
         with_masters: the parameters that have masters, and what errors call them.
         of_dtensors: the stepped tensors that share the memory of DTensors, by name.
+        is_new: whether the masters were not stepped nor loaded yet.
     """
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
@@ -47,7 +48,7 @@ class Weights:
         of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
         self.of_dtensors = {name: one.stepped for name, one in of_dtensors}
         self._memory = self._current_memory()
-        self._is_new = True  # the masters were not stepped nor loaded yet
+        self.is_new = True
         self._model_parameters = ModelParameters(module)
 
     def _current_memory(self) -> dict[str, tuple[int, int]]:
@@ -139,7 +140,7 @@ class Weights:
 
     def follow_changes(self) -> None:
         """Update masters whose weights were changed in place; before each step."""
-        if self._is_new and is_distributed():
+        if self.is_new and is_distributed():
             for one in self._weights:
                 one.take_up_broadcast()
         follow_changed_weights(self._weights)
@@ -147,7 +148,7 @@ class Weights:
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
         round_to_weights(self._weights)
-        self._is_new = False
+        self.is_new = False
 
     def zero_grad(self) -> None:
         """Drop the gradients of weights and masters."""
