@@ -146,6 +146,7 @@ INVENTORY = (
     Private("torch.Tensor", "_base _is_view _values _version", "views, and changes in place"),
     Private("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "carrying hooks to a replaced parameter"),
     Private("torch.autograd.graph.Node", "_sequence_nr", "which module has made a node of the graph"),
+    Private("torch.autograd.function", "_SingleLevelFunction", "tracing calls of autograd functions"),
     Private("torch.nn.Module", "_parameters _buffers _modules", "replacing parameters and submodules"),
     Private("torch.nn.Module", "_non_persistent_buffers_set", "state that several pipeline stages have"),
     Private(
@@ -378,12 +379,15 @@ def replace_kernels(
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """A context in which the attribute ``name`` of ``owner``, of :data:`INVENTORY`, is ``value``."""
-    before = getattr(owner, name)
+    own = {**vars(owner)} if isinstance(owner, type) else {name: getattr(owner, name)}  # a class may inherit it
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if name in own:
+            setattr(owner, name, own[name])
+        else:
+            delattr(owner, name)
 
 
 def older_than(version: str) -> bool:

@@ -44,9 +44,13 @@ def gathered(value: Any, axes: Sequence[str]) -> Any:
 def training_nothing_of(criterion: Any) -> Callable[[], AbstractContextManager[None]]:
     """Makes contexts for backwards; a ConfigError on exit if a parameter of the criterion's own got a gradient.
 
-    A parameter that an engine trains may get one: that engine drops it before its next window.
+    A parameter that an engine trains may get one: that engine drops it before its next window. What a function refers
+    to is not its own, because it may be a discriminator.
     """
-    modules = criterion.named_modules() if isinstance(criterion, nn.Module) else ()
+    while isinstance(criterion, partial):
+        criterion = criterion.func
+    owner = getattr(criterion, "__self__", criterion)  # of a method
+    modules = owner.named_modules() if isinstance(owner, nn.Module) else ()
     # Weak, because the whole model may be among its modules. Those in evaluation mode are of a fixed network.
     trained = [
         (name, weakref.ref(one))

@@ -36,6 +36,8 @@ from .partition import is_sequential
 from .traced_values import ValueTracer, answering, changes_of, line_of
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
+BASE_OF_FUNCTIONS: type = take("torch.autograd.function._SingleLevelFunction")
+"""Where ``torch.autograd.Function.apply`` looks up what it calls, also under a name that a file has given to it."""
 storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
@@ -464,7 +466,8 @@ class _Tracer(ValueTracer):
         """A context in which functions such as ``torch.arange`` accept proxies instead of numbers.
 
         They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``. Attention is
-        recorded by its name, because ``parallel.context`` replaces it while an engine computes.
+        recorded by its name, because ``parallel.context`` replaces it while an engine computes. Autograd functions are
+        recorded as such: a trace of their forward would lose their backward.
         """
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
@@ -484,10 +487,19 @@ class _Tracer(ValueTracer):
         def attention(*args: Any, **kwargs: Any) -> Any:
             return self.create_proxy("call_function", _attention, args, kwargs)
 
+        def applied(function: type, *args: Any, **kwargs: Any) -> Any:
+            # torch's own, such as that of checkpoint, trace what they run.
+            is_users = not function.__module__.startswith("torch.")
+            if is_users and any(isinstance(one, fx.Proxy) for one in args):
+                apply = vars(torch.autograd.Function)["apply"].__get__(None, function)
+                return self.create_proxy("call_function", apply, args, kwargs)
+            return super(BASE_OF_FUNCTIONS, function).apply(*args, **kwargs)  # type: ignore[arg-type]
+
         with answering(), ExitStack() as stack:
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
             stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
+            stack.enter_context(patched(BASE_OF_FUNCTIONS, "apply", classmethod(applied)))
             yield
 
 

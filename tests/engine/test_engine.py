@@ -390,6 +390,7 @@ CRITERIA = [
     (lambda output, target: output.detach().mean(), NO_GRADIENT),
     (lambda output, target: (output.mean(), output.sum()), "a count of a tensor that requires a gradient"),
     (OwnWeight(), "criterion: its parameter 'weight' got a gradient"),
+    (functools.partial(OwnWeight().forward), "criterion: its parameter 'weight' got a gradient"),
     (nn.MSELoss, "criterion: got the class MSELoss"),
     (None, "criterion: initialize got none"),
     (5, "criterion: got 5, expected a function"),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from beside_plain import randn, seeded
+from beside_plain import assert_gradients, randn, seeded
 from counting import Collectives
 from pool import on_ranks
 from small_engines import engine_of, own_part
@@ -252,3 +252,36 @@ def test_what_gathered_weights_cannot_do(world, parallel):
         assert gradient.any()
         engine.forward_backward(X, Y)
         assert engine.step().stepped
+
+
+class Twice(Chain):
+    """Its blocks run before, for a value that passes no gradient on, or with a backward of its own."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.how != "no_grad" and torch.is_grad_enabled()):
+            start = x.detach().requires_grad_()
+            before = super().forward(start)
+        if self.how == "backward":
+            (before,) = torch.autograd.grad(before.sum(), start)
+        return super().forward(x + before.detach())
+
+
+@on_ranks(2)
+def test_blocks_that_have_run_before_get_the_gradients_of_the_last_run(world):
+    """Autocast would use casts from before, whose gradients come after the unit's are reduced."""
+    x, y = randn(2, 4, 4)
+    for how in ("no_grad", "detach"):
+        with paramp.launch_from_torch({"precision": "bf16-mixed"} | sharded()) as context:
+            engine, plain = engine_of(seeded(Twice, how)), seeded(Twice, how)
+            engine.forward_backward(*own_part(context, x, y))
+            nn.functional.mse_loss(plain(x), y).backward()
+            assert_gradients(engine, plain, atol=0.005)
+    with paramp.launch_from_torch(sharded()):
+        engine = engine_of(Twice("backward"))
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+            engine.forward_backward(X, Y)
+        assert "freed if the forward calls torch.autograd.grad" in raised.value.__notes__[0]

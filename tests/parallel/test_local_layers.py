@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import paramp
 from paramp.base.collectives import gather_objects
+from paramp.base.dtensor import is_dtensor
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.tensor import differentiable_collectives
 from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
@@ -93,6 +94,11 @@ def sharded(context, model, plan):
     return model
 
 
+def norm_of_gradients(loss, model):
+    gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    return sum((one.full_tensor() if is_dtensor(one) else one).square().sum() for one in gradients)
+
+
 @on_ranks(2)
 def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
     tokens = torch.tensor([[0, 3, 5, 7], [7, 1, 4, 5]])
@@ -109,6 +115,9 @@ def test_layers_compute_what_torchs_do_without_operators_on_dtensors(world):
         assert not [name for name in count.found if "add_" not in name], count.found
         torch.testing.assert_close(found.detach(), loss.detach())
         assert_gradients(model, plain, atol=1e-12)
+        for one in (model, plain):
+            norm_of_gradients(one(tokens), one).backward()
+        assert_gradients(model, plain, atol=1e-9)
         with pytest.raises(IndexError, match="token 8, expected one of 0 to 7"):
             model(tokens + 1)
 

@@ -368,6 +368,20 @@ def dispatched(value):
 dispatched.register(torch.Tensor, lambda value: value)
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient, None
+
+
+reverse = Reversed.apply
+
+
 def with_other_data(module, y):
     y.data = y.data.round()
     return y
@@ -391,6 +405,7 @@ def with_other_data(module, y):
         lambda module, y: torch.where(y > 0, y, 0.0),
         lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
+        lambda module, y: reverse(y, 2.0) + Reversed.apply(y, 0.5),
         changed_through_a_view,
         changed_tensors_of_numbers,
         lambda module, y: y * module.kept["total"].copy_(y.detach().sum()),
@@ -398,10 +413,13 @@ def with_other_data(module, y):
     ],
 )
 def test_classes_and_changes_in_place_are_those_of_one_process(between):
-    model, x, mask = seeded(lambda: Asking(between)), randn(2, 4), randn(4)
+    model, x, mask = seeded(lambda: Asking(between)), randn(2, 4).requires_grad_(), randn(4)
     expected, (_, stages) = model(x, mask), partition_of(model, "two")
+    gradient = torch.autograd.grad(expected.sum(), x)
     for first, second in (stages, deepcopy(stages)):  # copies have weights of their own
-        torch.testing.assert_close(second(first(x, mask=mask), mask=mask), expected)
+        found = second(first(x, mask=mask), mask=mask)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), x), gradient)
         with torch.no_grad():
             model.two.weight.zero_()
 

@@ -146,6 +146,8 @@ def test_arguments_that_torch_refuses_are_refused(world):
     for function in (exact, usual):
         with pytest.raises(paramp.ConfigError, match="got probabilities as target"):
             function(shards, torch.rand(4, 16).softmax(-1))
+        with pytest.raises(paramp.ConfigError, match="got create_graph=True, expected gradients of the first order"):
+            torch.autograd.grad(function(shards, target), shards, create_graph=True)
     for wrong in (16, -1):
         with pytest.raises((IndexError, RuntimeError), match=f"index {wrong} is out of bounds"):
             usual(shards, target * 0 + wrong)

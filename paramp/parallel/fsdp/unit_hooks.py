@@ -30,6 +30,8 @@ class GatheredWeights:
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
+        # A cast from an earlier call, under no_grad, say, would get its gradient after the unit has reduced this one's.
+        torch.clear_autocast_cache()
         with unwatched():
             self._before = fsdp2_internals.states_of_gathered(module)
 

@@ -54,7 +54,9 @@ CAST_LAYERS = (
 ERRORS = {
     "mixed torch.Tensor and DTensor": (
         "paramp: under parallel.data.shard, the parameters of a repeated block are gathered while it is called; "
-        "compute with them in its forward, or keep what others compute with in a module outside of the block"
+        "compute with them in its forward, or keep what others compute with in a module outside of the block. Those "
+        "outside of blocks are freed if the forward calls torch.autograd.grad; set data.shard to 1 then, and zero=1 to "
+        "share the optimizer's state"
     ),
     "must have the same dtype": (
         "paramp: under parallel.data.shard, mixed modes gather the weights of linear and convolution layers in half "

@@ -92,9 +92,7 @@ def sum_slices(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Ten
 
 def on_first_rank(bias: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``bias``, which every rank has, as one term of a sum over the ranks: so it is added before that is rounded."""
-    if torch.compiler.is_compiling():  # the same graph on every rank
-        return _exchange(bias, group, _keep_on_first, _keep)
-    return bias if group.rank() == 0 else bias - bias.detach()  # zeros (NaN, where it is not finite), with its gradient
+    return _exchange(bias, group, _keep_on_first, _keep)
 
 
 def local_shard(weight: DTensor, *, is_partial: bool = False) -> torch.Tensor:
@@ -137,7 +135,7 @@ def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _keep_on_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return x * float(group.rank() == 0)
+    return x * float(group.rank() == 0)  # zeros (NaN, where it is not finite); compiled, the same graph on every rank
 
 
 def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ...base.collectives import all_reduce_
@@ -240,8 +239,14 @@ class _Loss(torch.autograd.Function):
         return losses if reduction == "none" else losses.sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # once_differentiable would let gradients through that do not depend on another, as those of a loss.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise ConfigError(
+                "criterion: got create_graph=True, expected gradients of the first order, because cross_entropy over a "
+                "sharded vocabulary, and that of reproducible, has no others; in a plan, give the logits' module the "
+                "style 'colwise_gather'"
+            )
         softmax, factor, index, scale, part, total, ignored = ctx.saved_tensors
         gradient = gradient if total is None else gradient / total
         gradient = gradient.expand_as(ignored).masked_fill(ignored, 0.0)  # NaN in a mean without labels
