@@ -2,17 +2,18 @@
 
 Source: Chen et al., *Training deep nets with sublinear memory cost*, 2016; for ``"selective"``: Korthikanti et al.,
 *Reducing activation recomputation in large transformer models*, 2022, section 5. torch computes again with the random
-numbers, autocast and inputs of the forward (``torch.utils.checkpoint``), so dropout masks are the same.
+numbers, autocast and inputs of the forward (``torch.utils.checkpoint``), so dropout masks are the same. Buffers, which
+torch leaves to what runs again, are those of the forward too, and are changed once.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +21,13 @@ from torch.utils import checkpoint as torchs
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import PassThrough, replace_forward, unbound
+from ..base.uncompiled import unwatched
+
+LARGE = 2**16
+"""Elements of a buffer from which on it is copied only if the first forward in training changes it: tables and masks
+that stay as they are would take memory."""
+Key: TypeAlias = tuple[str, str]
+"""Of a buffer: the name of its module in a block, and its own."""
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -72,14 +80,68 @@ class CheckpointedBlocks:
 def _checkpoint(block: nn.Module, options: dict[str, Any]) -> None:
     replaced: Callable[..., Any] | None = block.__dict__.get("forward")
     own = None if replaced is None else unbound(replaced, block)
+    changing: dict[Key, bool] = {}
 
     def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         run = partial(type(block).forward if own is None else own, block)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return torchs.checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+        return torchs.checkpoint(_Repeatable(block, run, changing), *args, use_reentrant=False, **options, **kwargs)
 
     replace_forward(block, forward)
+
+
+class _Repeatable:
+    """A forward of ``block``, whose repetitions have copies of the buffers with their values before it."""
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any], changing: dict[Key, bool]) -> None:
+        """``changing``: which :data:`LARGE` buffers forwards in training change, as far as that is known."""
+        self._block, self._run, self._changing = block, run, changing
+        self._before: dict[Key, torch.Tensor] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch compiles no checkpoint in which a buffer changes, but runs it eagerly
+            return self._run(*args, **kwargs)
+        now = self._buffers()
+        if self._before is None:
+            self._before = _copies({key: one for key, one in now.items() if self._changing.get(key, True)})
+            output = self._run(*args, **kwargs)
+            self._drop_constant(now)
+            return output
+        self._put(_copies(self._before))  # there may be another repetition
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self._put(now)
+
+    def _buffers(self) -> dict[Key, torch.Tensor]:
+        return {
+            (name, own): one
+            for name, module in self._block.named_modules()
+            for own, one in module._buffers.items()
+            if one is not None
+        }
+
+    def _put(self, buffers: Mapping[Key, torch.Tensor]) -> None:
+        for (name, own), one in buffers.items():
+            self._block.get_submodule(name)._buffers[own] = one
+
+    def _drop_constant(self, given: Mapping[Key, torch.Tensor]) -> None:
+        """Drop the copies of large buffers that the forward, which was ``given`` them, has not changed."""
+        assert self._before is not None
+        for key in [key for key, copied in self._before.items() if copied.numel() > LARGE]:
+            if key not in self._changing and self._block.training:
+                is_same = self._buffers().get(key) is given[key]
+                with unwatched():
+                    self._changing[key] = not (is_same and torch.equal(given[key], self._before[key]))
+            if not self._changing.get(key, True):
+                del self._before[key]
+
+
+def _copies(buffers: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    with torch.no_grad(), unwatched():
+        copies = {id(one): one.clone() for one in buffers.values()}  # one for several names
+    return {key: copies[id(one)] for key, one in buffers.items()}
 
 
 PRODUCTS = (

@@ -21,6 +21,7 @@ def check_model(model: nn.Module, context: ParallelContext) -> dict[nn.Parameter
         ConfigError: on every rank: ranks built different models, or the layout or the mode does not go with a module.
     """
     names_of = names_by_parameter(model)
+    _check_filled(model)
     _check_embeddings(model, context)
     _check_scripted(model, context)
     _check_shardable(names_of, context)
@@ -48,6 +49,16 @@ def _check_same_model(model: nn.Module, context: ParallelContext, *, with_hooks:
     if found := first_difference_over_ranks(local, context.device):
         rank, first, other = found
         raise ConfigError(f"model: rank 0 has {first}, but rank {rank} has {other}; build the same on every rank")
+
+
+def _check_filled(model: nn.Module) -> None:
+    """Raise a ConfigError for one of torch's lazy layers, whose parameters have no shapes before its first forward."""
+    for name, module in model.named_modules():
+        if any(map(nn.parameter.is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ConfigError(
+                f"model: {name!r} is a {type(module).__name__}, whose parameters have no shapes yet; call the model "
+                "with an input once, before the optimizer is made and initialize is called"
+            )
 
 
 def _check_embeddings(model: nn.Module, context: ParallelContext) -> None:

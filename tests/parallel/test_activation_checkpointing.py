@@ -18,9 +18,11 @@ from reference import batches, local, small_gpt
 from small_engines import engine_of
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.utils.parametrizations import spectral_norm
 
 import paramp
 from paramp.models import GPT
+from paramp.parallel.activation_checkpointing import LARGE
 
 HOW = ("full", 2, "selective")
 LAYOUTS = {
@@ -56,6 +58,46 @@ def test_the_same_bits_as_without_it(world, layout):
             losses, weights = train(how, LAYOUTS[layout], precision)
             assert losses == expected[0], (precision, how)
             assert all(torch.equal(value, expected[1][name]) for name, value in weights.items()), (precision, how)
+
+
+class Counting(nn.Module):
+    """A block that changes buffers in each way, by kernels, in place and by new ones, and computes with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = spectral_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("large", torch.zeros(LARGE + 1))
+        self.register_buffer("table", torch.ones(LARGE + 2))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x)) * (self.table[:8] + self.large[:8]) + self.mean
+        self.large[:8] += 0.1
+        self.mean = 0.9 * self.mean + y.detach().mean(0)
+        return x + y
+
+
+COUNTED = {"one": {}} | {layout: LAYOUTS[layout] for layout in ("pp2", "zbv", "fsdp2")}
+
+
+@pytest.mark.parametrize("layout", rarely(COUNTED, "one"))
+@on_ranks(2)
+def test_buffers_change_once(world, layout):
+    """And what runs again computes with those of the forward."""
+    found = {}
+    for how in ("none", *HOW) if layout != "zbv" else ("none", *HOW[:2]):
+        with paramp.launch_from_torch({"parallel": COUNTED[layout], "activation_checkpointing": how}):
+            engine = engine_of(seeded(lambda: nn.Sequential(*(Counting() for _ in range(4)))))
+            losses = []
+            for seed in range(3):
+                with Operators() as operators:
+                    losses.append(engine.forward_backward(randn(8, 8, seed=seed), randn(8, 8)).item())
+                engine.step()
+            found[how] = losses, engine.full_state_dict()
+        assert found[how][0] == found["none"][0], how
+        assert all(torch.equal(value, found["none"][1][name]) for name, value in found[how][1].items()), how
+        copied = [one.numel() for call, one in operators.calls if call.overloadpacket.__name__ == "clone"]
+        assert LARGE + 2 not in copied  # what has stayed as it was
 
 
 class Rotating(nn.Module):

@@ -695,6 +695,10 @@ def mean(output, target):
     return output.mean()
 
 
+def mean_size(output, target):
+    return output.abs().mean()
+
+
 def first_mean(output, target):
     return output[0].mean() + output[1]
 
@@ -728,6 +732,7 @@ REFUSED_BATCHES = {
     "flat tokens": (lambda: Headed(lambda x: x[..., 0].flatten()), mean, "output of shape \\(64,\\), expected tokens"),
     "own shift": (lambda: Headed(of_next_token), None, "own loss of Headed for the first 32 tokens is off by"),
     "set up": (SetUp, mean, "the forward changes the parameter 'scale', which each rank"),
+    "transform": (lambda: Headed(lambda x: torch.fft.fft(x, dim=1)), mean_size, "mixes tokens other than by attention"),
     "masked": (Masked, mean, "other masks are not cut"),
     "mean of its own": (lambda: Headed(lambda x: {"loss": x.square().mean()}), None, "expected \\(sum, count\\)"),
     "far shift": (lambda: Shifted(20), summed_loss, "mixes tokens other than by attention"),

@@ -178,6 +178,9 @@ OF_RANKS = {
         TP2,
         plan={"0": "packed_colwise_2"},
     ),
+    "lazy": case(
+        lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), r"'0' is a LazyLinear, whose .*call the model", DP2
+    ),
     "max_norm": case(table, r"'0' has max_norm=1, expected none, because each of 2 data", DP2, FSDP2),
     "complex": case(
         lambda: alone(torch.ones(3) * 1j), r"'alone' has the dtype torch.complex64, expected a real", FSDP2

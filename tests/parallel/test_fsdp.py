@@ -12,6 +12,7 @@ from small_engines import engine_of, own_part
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.func import functional_call
 
 import paramp
 from paramp.base.wrapped_models import is_unit
@@ -218,6 +219,15 @@ class Changing(nn.Module):
         return self.layer(x) - self.frozen(x)
 
 
+class Calling(nn.Sequential):
+    """It calls its second block with a bias that it computes."""
+
+    def forward(self, x):
+        first, second = self
+        x = first(x)
+        return functional_call(second, {"layer.bias": x.detach().mean(0)}, (x,))
+
+
 def own_loop(engine, x, y):
     engine.zero_grad()
     engine.train()
@@ -236,6 +246,13 @@ def test_what_gathered_weights_cannot_do(world, parallel):
             for call in calls:
                 with pytest.raises(paramp.ConfigError, match=f"the model's forward changes '1.{name}', which is gath"):
                     call(X, Y)
+    with paramp.launch_from_torch({"parallel": parallel}):
+        engine = engine_of(Calling(Changing(), Changing()), plan=plan)
+        for call in [engine.forward_backward, engine.evaluate, functools.partial(own_loop, engine)]:
+            with pytest.raises(
+                paramp.ConfigError, match=r"'1\.layer\.bias' has another tensor in its place, as by torch"
+            ):
+                call(X, Y)
     with paramp.launch_from_torch({"parallel": parallel}):
         model = nn.Sequential(Changing(), Changing())
         engine = engine_of(

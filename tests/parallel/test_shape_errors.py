@@ -1,5 +1,6 @@
 """Sizes of whole layers in the code of a sharded model: the error names module, line, plan entry and fix."""
 
+import contextlib
 import re
 
 import pytest
@@ -32,7 +33,7 @@ def build(heads, outputs=24):
 
 
 MESSAGE = (
-    "model: '1' fails at test_shape_errors.py:23, 'heads = self.qkv(x).view(batch, length, self.heads, 3, 2)', on a "
+    "model: '1' fails at test_shape_errors.py:24, 'heads = self.qkv(x).view(batch, length, self.heads, 3, 2)', on a "
     "tensor rank: shape '[2, 3, 4, 3, 2]' is invalid for input of size 72. There, '1.qkv' (plan['*.qkv'] = 'colwise') "
     "has a weight of (12, 8), of (24, 8); '1.out' (plan['1.out'] = 'rowwise')"
 )
@@ -72,6 +73,17 @@ class Head(nn.Module):
         return self.layer(x).transpose(1, 2) if self.training in self.modes else x.clone()
 
 
+class Two(nn.Module):
+    """Returns what its first layer does, as a cache or as features, and an output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(x), self.last(x)
+
+
 @pytest.mark.parametrize("axis", ["data", "pipeline"])
 @on_ranks(4)
 def test_a_model_that_returns_a_part_of_its_features_is_refused_on_every_rank(world, axis):
@@ -94,6 +106,18 @@ def test_a_model_that_returns_a_part_of_its_features_is_refused_on_every_rank(wo
             engine.evaluate(x, x)
         engine = engine_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), plan={"1": "colwise_gather"})
         assert engine.forward_backward(x, x).isfinite()
+        plan = {"1.first": "colwise", "1.last": "colwise_gather"}
+        for share in (0, 0.1):
+            engine = engine_of(
+                nn.Sequential(nn.Linear(8, 8), Two()),
+                lambda output, y, share=share: F.mse_loss(output[1], y) + (share * output[0].mean() if share else 0),
+                plan=plan,
+            )
+            for _ in range(3):  # an error that was caught is not the last one
+                with pytest.raises(paramp.ConfigError, match=refused) if share else contextlib.nullcontext():
+                    engine.forward_backward(x, x)
+                engine.zero_grad()
+            engine.evaluate(x, x)
         engine = engine_of(nn.Sequential(nn.Linear(8, 8), Head()), plan={"1.layer": "colwise"})
         engine.forward_backward(x, x)
         engine.evaluate(x, x)

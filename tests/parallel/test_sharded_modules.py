@@ -68,6 +68,30 @@ class InPlaceOfObjects(InPlace):
     kind = Carrying
 
 
+class Viewing(Transposing):
+    """It returns two views of one tensor."""
+
+    def forward(self, given):
+        output = super().forward(given)
+        return output, output[:, :1]
+
+
+class InPlaceOfOneView(Blocks):
+    """It changes one of them in place, and so the other one."""
+
+    kind = Viewing
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, first = block(x)
+            x += self.shift
+        return x + first
+
+
 class Looked(Blocks):
     """Rows of a table, whose gradients autograd makes sparse."""
 
@@ -139,7 +163,7 @@ def follow(world, build, parallel, steps=3, plan=None, optimizer=sgd, **options)
         train_both(context, engine, plain, given, optimizer=optimizer, **{"rtol": 1e-5} | options)
 
 
-@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, Looked, Twice])
+@pytest.mark.parametrize("build", [InPlace, InPlaceOfObjects, InPlaceOfOneView, Looked, Twice])
 @on_ranks(2)
 def test_blocks_may_be_called_in_any_way(world, build):
     """Also one that returns an object: without a hook on its tensors the backward reads parameters that were freed."""

@@ -113,7 +113,7 @@ def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
 def is_replaced(one: Any) -> bool:
     """Whether the module of torch's record ``one`` has another parameter than the gathered one and its shard."""
     now = one._module_info.module._parameters.get(one._module_info.param_name)
-    return now is not one._unsharded_param and now is not one.sharded_param
+    return now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None)
 
 
 def differs_from_shard(one: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...base.held_tensors import held_tensors
 from ...base.torch_internals import expect, take
-from ...base.trees import map_tensors
+from ...base.trees import map_tensors, tensors
 from ...base.uncompiled import uncompiled, unwatched
 from . import fsdp2_internals
 
@@ -27,6 +28,17 @@ class GatheredWeights:
         """``names``: of the parameters in the model, by torch's records of them; ``changed`` gets those of some."""
         self._names, self._changed = names, changed
         self._before: dict[Any, tuple[int, int]] = {}
+
+    @uncompiled
+    def refuse_replaced(self, module: nn.Module, _: Any) -> None:
+        """Raise a ConfigError for a parameter that the caller has replaced: the unit would gather its own over it."""
+        for group in fsdp2_internals.groups(module):
+            for one in filter(fsdp2_internals.is_replaced, group.fsdp_params):
+                raise ConfigError(
+                    f"parallel.data.shard: {self._names[one]!r} has another tensor in its place, as by "
+                    "torch.func.functional_call, expected the parameter, because a block gathers its own before its "
+                    "forward; call functional_call there, of a module in the block, or set data.shard to 1"
+                )
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
@@ -48,7 +60,8 @@ class GatheredWeights:
 class UnitOutput:
     """The output of a unit, so that autograd calls the hook that gathers the unit for the backward.
 
-    It would call none of a view that the caller changes in place, so the tensors are no views, but share the memory.
+    It would call none of a view that the caller changes in place, so a view becomes a tensor of its own with the same
+    memory. Tensors of one base stay views, since what changes one changes the others: there their base has the hook.
     ``fully_shard`` finds no tensors in objects of other classes; without the hook, the backward reads freed memory.
     """
 
@@ -61,23 +74,41 @@ class UnitOutput:
 
     @uncompiled
     def prepare(self, module: Any, _: Any, output: Any) -> Any:
-        output = map_tensors(lambda tensor: tensor if tensor._base is None else _NoView.apply(tensor), output)
+        sharing = Counter(id(_base(tensor)) for tensor in tensors(output))
+
+        def without_view(tensor: torch.Tensor) -> torch.Tensor:
+            base = _base(tensor)
+            is_kept = base is tensor or (sharing[id(base)] > 1 and self._has_made(base))
+            return tensor if is_kept else _NoView.apply(tensor)
+
+        output = map_tensors(without_view, output)
         leaves = tree_leaves(output)
         for tensor in leaves:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(_refuse_graph)  # before that of fully_shard, which gathers the unit
         if torch.is_grad_enabled() and not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             seen = set(map(id, leaves))
-            hidden = [
-                tensor if tensor._base is None else tensor._base
-                for tensor in held_tensors(output)
-                if id(tensor) not in seen
-            ]
+            hidden = [_base(tensor) for tensor in held_tensors(output) if id(tensor) not in seen]
             # An object may also carry tensors of earlier units.
-            made = [tensor for tensor in hidden if tensor.grad_fn and tensor.grad_fn._sequence_nr() >= self._first]
+            made = [tensor for tensor in hidden if self._has_made(tensor)]
             if made:
                 module._get_fsdp_state()._register_pre_backward_hook(made)
         return output
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._first
+
+
+def hook_bases(own: Callable[[Any], Any], output: Any) -> Any:
+    """Call ``own``, fully_shard's method that registers its hook on an ``output``, with bases in place of views."""
+    bases = map_tensors(_base, output)
+    hooked = own(bases)
+    return hooked if bases is output else output
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _refuse_graph(_: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ from ...base.torch_internals import older_than
 from ...distributed.context import ParallelContext
 from ...precision.modes import Precision
 from . import fsdp2_internals
-from .unit_hooks import GatheredWeights, UnitOutput
+from .unit_hooks import GatheredWeights, UnitOutput, hook_bases
 from .unit_order_check import END, UnitOrder
 
 SHARDS_FLOATS_ALONE = older_than("2.12")
@@ -170,6 +170,9 @@ class ShardedUnits:
             ignored_params={one for one in module.parameters() if one in done or _is_whole(one)},
             shard_placement_fn=partial(_experts_placement, mesh.size(-1)) if of_experts else None,
         )
+        module.register_forward_pre_hook(weights.refuse_replaced, prepend=True)  # before that of fully_shard
+        state = unit._get_fsdp_state()
+        state._register_pre_backward_hook = partial(hook_bases, state._register_pre_backward_hook)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the number of samples on all ranks already
         unit.set_force_sum_reduction_for_comms(True)
         self._order.follow(unit, name)
