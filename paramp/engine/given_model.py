@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ..base.dtensor import is_dtensor
@@ -17,21 +20,21 @@ from ..pipeline.stage import Stages
 
 
 class RefuseStale:
-    """A hook of a model that refuses its forward and its ``state_dict()`` while an engine trains stages of it.
+    """A hook of a module that refuses its forward and its ``state_dict()`` while an engine trains stages of the model.
 
     It refuses those of no copy, but that it is pickled.
     """
 
-    def __init__(self, model: nn.Module, stages: nn.Module, elsewhere: str) -> None:
+    def __init__(self, module: nn.Module, stages: nn.Module, elsewhere: str) -> None:
         """``stages``: the module of those of this rank; ``elsewhere``: a parameter that another rank trains."""
-        self._model, self._stages = weakref.ref(model), weakref.ref(stages)
+        self._module, self._stages = weakref.ref(module), weakref.ref(stages)
         self._text = (
             f"model: another stage trains {elsewhere!r}, so the model that initialize was given has old weights; use "
             "engine.full_state_dict(), engine.save_pretrained(folder) or, after engine.eval(), engine(x)"
         )
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if module is self._model() and self._stages() is not None:
+        if module is self._module() and self._stages() is not None:
             raise RuntimeError(self._text)
 
     def __deepcopy__(self, _: Any) -> RefuseStale:
@@ -55,29 +58,37 @@ class GivenModel:
                     del hooks[key]
 
     def guard(self, stages: Stages) -> None:
-        """Refuse what the model cannot do while this rank has a part of it, its ``stages``."""
-        model = self._model
-        redirect_saving(model)
-        if stages.elsewhere:
-            refuse = RefuseStale(model, stages.module, stages.elsewhere[0][0])
+        """Refuse what the model, and modules in it, cannot do while this rank has a part of it, its ``stages``."""
+        redirect_saving(self._model)
+        elsewhere = {reference(): name for name, reference in stages.elsewhere}
+        for module in self._model.modules() if elsewhere else ():
+            name = next((elsewhere[one] for one in module.parameters() if one in elsewhere), None)
+            if name is None or isinstance(module, torch.jit.ScriptModule):  # which accepts no hooks
+                continue
+            refuse = RefuseStale(module, stages.module, name)
             # Tables of its own: stages share those that it had.
-            model._forward_pre_hooks = OrderedDict(model._forward_pre_hooks)
-            model._state_dict_pre_hooks = OrderedDict(model._state_dict_pre_hooks)
-            model.register_forward_pre_hook(refuse)
-            model.register_state_dict_pre_hook(refuse)
+            module._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
+            module._state_dict_pre_hooks = OrderedDict(module._state_dict_pre_hooks)
+            module.register_forward_pre_hook(refuse)
+            module.register_state_dict_pre_hook(refuse)
 
 
-def redirect_saving(module: nn.Module, *, is_part: bool = False) -> None:
-    """Make ``module.save_pretrained`` of its own values an error if a parameter is sharded, or ``module`` is a part."""
+def redirect_saving(model: nn.Module, elsewhere: Collection[str] = ()) -> None:
+    """Make ``save_pretrained`` of own values an error, of the modules in ``model`` that lack some on this rank.
 
-    own: Any = type(module)
+    They have a sharded parameter, or one of those ``elsewhere``, the names of those on other stages.
+    """
+    for path, module in model.named_modules():
+        if hasattr(type(module), "save_pretrained"):
+            prefix = f"{path}." if path else ""
+            is_part = any(name.startswith(prefix) for name in elsewhere)
+            if is_part or any(map(is_dtensor, module.parameters())):
+                module.__dict__["save_pretrained"] = partial(_save_whole, module)
 
-    def save(*args: Any, **options: Any) -> Any:
-        if options.get("state_dict") is not None:  # such as engine.full_state_dict(), on rank 0
-            return own.save_pretrained(module, *args, **options)
-        raise RuntimeError(
-            "save_pretrained: this rank has a part of the model only; call engine.save_pretrained(folder) on every rank"
-        )
 
-    if hasattr(module, "save_pretrained") and (is_part or any(map(is_dtensor, module.parameters()))):
-        module.__dict__["save_pretrained"] = save
+def _save_whole(module: Any, *args: Any, **options: Any) -> Any:
+    if options.get("state_dict") is not None:  # such as engine.full_state_dict(), on rank 0
+        return type(module).save_pretrained(module, *args, **options)
+    raise RuntimeError(
+        "save_pretrained: this rank has a part of the model only; call engine.save_pretrained(folder) on every rank"
+    )

@@ -73,7 +73,7 @@ def make_local(plan: ModelPlan, numerics: Numerics, context: ParallelContext) ->
         units = ShardedUnits(joined.parts, plan.blocks, context, experts=plan.experts, reduces=numerics.units_reduce)
     _fill(module, whole, plan, context)
     ties = tie_stages(plan.ties, module, context)
-    redirect_saving(module, is_part=context.stage_axis.size > 1)
+    redirect_saving(module, elsewhere={name for names in plan.names_of.values() for name in names} - shapes.keys())
     stages = Stages(joined, _stages(joined.parts, shared_buffers, numerics, context), units)
     stages.elsewhere = _elsewhere(plan, shapes)
     return LocalModel(stages, shapes, units, ties, overflow)

@@ -356,7 +356,9 @@ def test_what_a_layout_refuses_on_every_rank(world):
         assert engine(X).shape == (2, 4)
         trained = rf"another stage trains '{1 - world.rank}.weight'.*"
         calls = {f"{trained}engine.full_state_dict": model.state_dict, f"{trained}engine.x": lambda: model(X)}
-        each_raises(RuntimeError, {**calls, trained: lambda: pickle.dumps(model)})
+        calls |= {trained: lambda: pickle.dumps(model), f"{trained}full": lambda: model[1 - world.rank](X)}
+        each_raises(RuntimeError, calls)
+        assert model[world.rank](X).shape == (2, 4)
         assert pickle.loads(pickle.dumps(engine.module)).state_dict().keys() == engine.module.state_dict().keys()
         again = copy.deepcopy(model)
         assert again(X).shape == (2, 4)

@@ -199,6 +199,16 @@ def test_what_does_not_agree_is_an_error(name, new, message):
             engine.forward_backward(X, Y)
 
 
+def test_another_shape_of_a_frozen_parameter_is_an_error():
+    """As transformers gives it to tied embeddings, which stay the same objects."""
+    with paramp.launch_from_torch():
+        engine = engine_of(nn.Sequential(nn.Embedding(4, 4).requires_grad_(False), nn.Linear(4, 4)))
+        engine.module[0].weight.data = torch.ones(6, 4)
+        for call in (lambda: engine.forward_backward(torch.full((4,), 5), Y), engine.full_state_dict):
+            with pytest.raises(RuntimeError, match=r"'0.weight' got the shape \(6, 4\) after initialize; resize"):
+                call()
+
+
 @on_ranks(2)
 def test_what_does_not_agree_on_one_stage_is_an_error_on_all(world):
     with paramp.launch_from_torch({"parallel": {"pipeline": {"size": 2, "microbatches": 2}}}):
@@ -211,6 +221,12 @@ def test_what_does_not_agree_on_one_stage_is_an_error_on_all(world):
                 one_step(engine, return_loss=return_loss)
             engine.zero_grad()
         layer.bias = nn.Parameter(torch.zeros(len(layer.weight)))
+        own = layer.weight.data
+        layer.weight.data = torch.ones(len(own) + world.rank, own.shape[1])
+        with pytest.raises(RuntimeError, match=r"'2.weight' got the shape \(5, 6\)"):
+            one_step(engine)
+        layer.weight.data = own
+        engine.zero_grad()
         assert one_step(engine).stepped
 
 

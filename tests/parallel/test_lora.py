@@ -138,10 +138,17 @@ def test_adapters_are_saved_alone_as_peft_and_transformers_read_them(world, name
     folder = shared_folder()
     x, y = next(batches(1))
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout]}):
-        engine = initialize(name, adapted(name))
+        given = adapted(name)
+        engine = initialize(name, given)
         engine.forward_backward(x, y)
         engine.step()
         engine.save_pretrained(folder)
+        for inner in (engine.module.model, engine.module.base_model):
+            with pytest.raises(RuntimeError, match="this rank has a part of the model only"):
+                inner.save_pretrained(folder)
+        for use in (given.model.save_pretrained, given.model) if layout == "pp2" else ():
+            with pytest.raises(RuntimeError, match=r"another stage trains 'model\.layers"):
+                use(folder)
         assert not list(folder.glob("model*"))
         engine.eval()
         expected = engine(x).logits

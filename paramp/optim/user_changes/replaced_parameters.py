@@ -1,8 +1,7 @@
 """Parameters that a user puts in the place of the model's.
 
-``load_state_dict(assign=True)`` and ``module.weight = nn.Parameter(...)`` replace a parameter by another object, but
-steps, hooks and checkpoints use the original one, which is a view of a flat buffer: its value is taken from the
-replacement, and it is put back.
+``load_state_dict(assign=True)`` and ``module.weight = nn.Parameter(...)`` replace one by another. Steps, hooks and
+checkpoints use the original, which is a view of a flat buffer: it gets the replacement's value, and is put back.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ class ModelParameters:
         self._module = module
         self.replaced: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
         self._names = names_by_parameter(module)
+        self._shapes = {one: one.shape for one in self._names}
         self._record()
 
     def _record(self) -> None:
@@ -46,15 +46,15 @@ class ModelParameters:
 
     @torch.no_grad()
     def put_back(self) -> list[nn.Parameter]:
-        """Copy the values of replacements into the parameters that they replaced, and put these back into the model.
-
-        Returns:
-            The parameters that had been replaced.
+        """Copy the values of replacements into the parameters that they replaced, put these back, and return them.
 
         Raises:
-            RuntimeError: a replacement differs in shape, dtype or placements; or a parameter that several modules
-                share was replaced in only some of them, or by different values.
+            RuntimeError: a parameter got another shape; a replacement differs in shape, dtype or placements; or a
+                parameter that several modules share was replaced in only some of them, or by different values.
         """
+        for own in [one for one, shape in self._shapes.items() if one.shape != shape]:  # as tied embeddings' ``.data``
+            name, shape = self._names[own][0], tuple(own.shape)
+            raise RuntimeError(f"{name!r} got the shape {shape} after initialize; resize (token embeddings) before it")
         if all(map(operator.is_, map(dict.get, self._tables, self._keys), self._held)):
             return []
         found = dict(self._module.named_parameters(remove_duplicate=False))
