@@ -26,8 +26,8 @@ def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> t
     """A 0-dim parameter whose gradient represents the gradients of ``parameters``, over all ranks.
 
     If all are plain, its norm is that of this rank, whose gradients may differ from those of others until these
-    exchange them; beside DTensors plain ones are the same on every rank. It is on ``device_type`` if this rank has no
-    gradient.
+    exchange them, but infinite or NaN if that of another rank is; beside DTensors plain ones are the same on every
+    rank. It is on ``device_type`` if this rank has no gradient.
     """
     parameters = list(parameters)
     align_gradients(parameters)
@@ -37,9 +37,7 @@ def logical_parameter(parameters: Iterable[torch.Tensor], device_type: str) -> t
     logical = torch.zeros((), device=device).as_subclass(LogicalGradient)
     logical.parts = parts
     logical.is_sharded = any(map(is_dtensor, parameters))
-    logical.norm_weights = [
-        1.0 / _num_replicas(parameter) if logical.is_sharded else 1.0 for _, parameter in with_gradient
-    ]
+    logical.norm_weights = [1.0 / _num_replicas(parameter) for _, parameter in with_gradient]
     surrogate = torch.zeros_like(logical).as_subclass(torch.Tensor).requires_grad_()
     surrogate.grad = logical
     return surrogate
@@ -62,11 +60,12 @@ class LogicalGradient(torch.Tensor):
         logical = args[0] if args else None
         if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
             norm_type = float(args[1]) if len(args) > 1 else 2.0
-            parts = logical.parts, logical.norm_weights, norm_type, logical.device
-            if logical.is_sharded:
-                return total_norm(*parts).float()
-            power = norm_power(*parts)
-            return (power if math.isinf(norm_type) else power.pow(1.0 / norm_type)).float()
+            norm = total_norm(logical.parts, logical.norm_weights, norm_type, logical.device)
+            if not logical.is_sharded:
+                own = norm_power(logical.parts, [1.0] * len(logical.parts), norm_type, logical.device)
+                own = own if math.isinf(norm_type) else own.pow(1.0 / norm_type)
+                norm = torch.where(norm.isfinite(), own, norm)
+            return norm.float()
         if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
             for part in logical.parts:
                 if func.__name__ != "mul_":

@@ -61,13 +61,15 @@ class LossScaling:
 def resumed_state(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """``own``, a scaler's state, with the scale and the counters of ``saved``, whose settings may be another mode's.
 
-    The scale is moved between the limits of ``own``. It is ``own`` itself if one of the two scales is fixed, and the
-    other is not, or is fixed elsewhere.
+    The scale is moved between the limits of ``own``, if those of ``saved`` are others. It is ``own`` itself if one of
+    the two scales is fixed, and the other is not, or is fixed elsewhere.
     """
     limits, others = ((state.get("min_scale"), state.get("max_scale")) for state in (own, saved))
     if limits != others and any(floor is not None and floor == ceiling for floor, ceiling in (limits, others)):
         return own
     counters = {"_growth_tracker": saved["_growth_tracker"], "_overflow_tracker": saved.get("_overflow_tracker", 0)}
+    if limits == others:  # a script may have set a scale beyond them
+        return own | {"scale": saved["scale"]} | counters
     floor, ceiling = limits
     scale = max(saved["scale"], SMALLEST if floor is None else floor)
     return own | {"scale": scale if ceiling is None else min(scale, ceiling)} | counters
