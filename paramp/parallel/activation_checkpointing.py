@@ -100,7 +100,7 @@ class _Repeatable:
         self._before: dict[Key, torch.Tensor] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch compiles no checkpoint in which a buffer changes, but runs it eagerly
+        if torch.compiler.is_compiling():  # torch runs eagerly what assigns buffers; docs/step.md says what it compiles
             return self._run(*args, **kwargs)
         now = self._buffers()
         if self._before is None:
@@ -133,9 +133,14 @@ class _Repeatable:
             if key not in self._changing and self._block.training:
                 is_same = self._buffers().get(key) is given[key]
                 with unwatched():
-                    self._changing[key] = not (is_same and torch.equal(given[key], self._before[key]))
+                    self._changing[key] = not (is_same and torch.equal(_bits(given[key]), _bits(self._before[key])))
             if not self._changing.get(key, True):
                 del self._before[key]
+
+
+def _bits(buffer: torch.Tensor) -> torch.Tensor:
+    """In which NaN is equal to itself, and of which torch compares every dtype."""
+    return buffer.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copies(buffers: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:

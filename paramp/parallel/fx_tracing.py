@@ -146,6 +146,7 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             # As an engine's steps and evaluations compute; outside of inference mode, for steps use its constants too.
             with torch.inference_mode(False), torch.set_grad_enabled(training):
                 graphs[training] = _traced(model, opened, call, generators)
+        _refuse_parameters(model, opened, call, generators)
         if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state]:
             raise fx.proxy.TraceError(
                 f"it changes {changed[0]!r}, which it gets from parameters() or the like, outside of its modules: "
@@ -178,6 +179,21 @@ def _traced(model: nn.Module, opened: frozenset[str], call: Call, generators: _G
             graph.output_node().meta[READS] = tracer.attributes_of_calls()
             return graph
         recorded |= changed
+
+
+class _ParametersError(fx.proxy.TraceError):
+    pass
+
+
+def _refuse_parameters(model: nn.Module, opened: frozenset[str], call: Call, generators: _Generators) -> None:
+    """Raise an error if evaluation computes with parameters that are constants: without gradients, nothing tells."""
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            _Tracer(opened, call, generators).trace(model)
+        except _ParametersError:
+            raise
+        except Exception:  # what is traced without gradients alone, such as torch.no_grad()
+            return
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -352,13 +368,16 @@ class _Tracer(ValueTracer):
 
     def changed_factories(self) -> set[Place]:
         """The calls that make tensors of numbers alone, which the forward changes in place with what it computes."""
-        places = {storage_address(made): place for made, place in self._made}
+        places = {storage_address(made): place for made, place in self._made if made.layout is torch.strided}
         changed = set()
         for node in self.graph.nodes:
             if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
-                address = storage_address(getattr(self.root, str(node.target)))
+                constant = getattr(self.root, str(node.target))
+                if constant.layout is not torch.strided:
+                    continue
+                address = storage_address(constant)
                 node.meta[IS_MADE] = address in places
-                changes = changes_of(node)
+                changes = changes_of(node, maybe=address in places)
                 if changes and address in places:
                     changed.add(places[address])
                 elif changes and address not in self._in_containers():
@@ -376,7 +395,7 @@ class _Tracer(ValueTracer):
             for name, value in vars(module).items()
             if name not in OF_ALL and not name.startswith(CONSTANT)
         ]
-        return {storage_address(one) for one in tensors(held)}
+        return {storage_address(one) for one in tensors(held) if one.layout is torch.strided}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self._opened
@@ -420,7 +439,7 @@ class _Tracer(ValueTracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
-            raise fx.proxy.TraceError(
+            raise _ParametersError(
                 "it computes with parameters that it gets from parameters() or the like, which tracing does not "
                 "record; use attributes, such as self.up.weight, or compute it in a submodule"
             )

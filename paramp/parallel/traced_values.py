@@ -199,8 +199,8 @@ def is_size(node: fx.Node) -> bool:
     return module in (operator.add.__module__, "math", "builtins") and all(map(is_size, node.all_input_nodes))
 
 
-def changes_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that change the value of ``node`` in place, also through a view."""
+def changes_of(node: fx.Node, *, maybe: bool = False) -> list[fx.Node]:
+    """The nodes that change the value of ``node`` in place, also through a view; ``maybe``: or what may be a copy."""
     found = []
     for user in node.users:
         if user.op not in ("call_function", "call_method") or user.args[:1] != (node,) or is_size(user):
@@ -210,8 +210,8 @@ def changes_of(node: fx.Node) -> list[fx.Node]:
         changes = changes or name in ("setattr", "setitem", "__setitem__") or name in IN_PLACE
         if changes:
             found.append(user)
-        if changes or name in VIEWS:
-            found += changes_of(user)
+        if changes or name in VIEWS or (maybe and name in MAYBE_COPIES):
+            found += changes_of(user, maybe=maybe)
     return found
 
 
@@ -219,6 +219,9 @@ HARMLESS = ("and_", "or_", "requires_grad_")
 """Names of functions and methods that change nothing, in spite of their last letter."""
 VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueeze", "select", "narrow")
 """Methods and functions that may return a view of their first argument; ``getattr``: its ``data``."""
+
+MAYBE_COPIES = ("to", "type_as", "contiguous", "reshape", "float", "double", "half", "bfloat16", "cuda", "cpu")
+"""Those that return their first argument, or a view of it, if it is already what they make of it."""
 
 
 def line_of(frame: FrameType) -> str:

@@ -166,6 +166,12 @@ class Penalized(Two):
         return self.two(self.one(x)) + sum(weight.square().sum() for weight in self.parameters())
 
 
+class PenalizedInEvaluation(Two):
+    def forward(self, x):
+        y = self.two(self.one(x))
+        return y if self.training else y * next(self.two.parameters()).norm()
+
+
 class Skipping(Two):
     """Draws whether a layer runs, from a generator of its own."""
 
@@ -234,6 +240,7 @@ def drawn_from_a_closure(generator):
             r"it reads 'table' at test_partition_fx\.py:\d+, 'if self\.table .* does not keep for the next",
         ),
         (Two(changed_copy), None, r"it changes a tensor in place at test_.*'table \+= y\[0\]', which is a constant"),
+        (PenalizedInEvaluation(), None, "it computes with parameters that it gets from"),
         (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),
@@ -346,7 +353,10 @@ def changed_tensors_of_numbers(module, y):
         first += part
     places += y.shape[1]
     table[1] = y[1].detach()
-    return y / count * total + places + table.sum(0)
+    copied = torch.zeros(2, 4).to(y.device)  # maybe no copy
+    copied.copy_(y.detach())
+    chosen = torch.eye(4).to_sparse()
+    return torch.sparse.mm(chosen, (y / count * total + places + table.sum(0) + copied).t()).t()
 
 
 def matched(module, y):

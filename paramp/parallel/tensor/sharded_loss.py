@@ -223,6 +223,7 @@ class _Loss(torch.autograd.Function):
         scale = factor = own_weight = own_weight.masked_fill_(ignored, 0.0)
         index, part = index - first, None
         largest = logits.amax(-1)
+        ctx.is_sharded = group is not None
         if group is not None:
             all_reduce_(largest, group, dist.ReduceOp.MAX)
         if smoothing:
@@ -242,10 +243,12 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # once_differentiable would let gradients through that do not depend on another, as those of a loss.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            fix = (
+                "in a plan, give the logits' module the style 'colwise_gather'" if ctx.is_sharded else "leave that out"
+            )
             raise ConfigError(
                 "criterion: got create_graph=True, expected gradients of the first order, because cross_entropy over a "
-                "sharded vocabulary, and that of reproducible, has no others; in a plan, give the logits' module the "
-                "style 'colwise_gather'"
+                f"sharded vocabulary, and that of reproducible, has no others; {fix}"
             )
         softmax, factor, index, scale, part, total, ignored = ctx.saved_tensors
         gradient = gradient if total is None else gradient / total
