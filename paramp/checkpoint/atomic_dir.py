@@ -179,14 +179,16 @@ def _delete_leftovers(path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete the checkpoint at ``path``, and an old one that it was replacing.
 
+    Files that no save writes, such as an export, stay in the folder.
+
     Raises:
-        OSError: it cannot be deleted, or has a file that no save writes, such as an export: then it is left.
+        OSError: it cannot be deleted.
     """
-    for folder in (path, replaced(path)):
-        with contextlib.suppress(FileNotFoundError):
-            if (other := _other_file(folder)) is not None:
-                raise FileExistsError(f"it has {other!r}, which no save writes; move that away")
-        _discard(folder, path)
+    if path.exists() and _other_file(path) is not None:
+        _delete_files(path)
+    else:
+        _discard(path, path)
+    _discard(replaced(path), path)
 
 
 def _discard(folder: Path, path: Path) -> None:
@@ -201,15 +203,33 @@ def _discard(folder: Path, path: Path) -> None:
         _delete(doomed)
 
 
+def _delete_files(folder: Path) -> None:
+    """Delete the files of a checkpoint in ``folder``, the manifest first; if a reader holds it, nothing is deleted."""
+    with _unread(folder) as is_unread:
+        for name in sorted(os.listdir(folder), key=MANIFEST.__ne__) if is_unread else ():
+            if CHECKPOINT_FILE.fullmatch(name):
+                (folder / name).unlink()
+                if name == MANIFEST:
+                    _sync(folder)
+
+
 def _delete(folder: Path) -> None:
     """Delete a renamed folder; if a reader holds it, a later save deletes it."""
+    with _unread(folder) as is_unread:
+        if is_unread:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _unread(folder: Path) -> Iterator[bool]:
+    """Keep readers from the checkpoint ``folder``; False if one holds it."""
     with contextlib.ExitStack() as opened:
+        is_unread = True
         with contextlib.suppress(OSError):  # a folder without a manifest has no readers
             descriptor = os.open(folder / MANIFEST, os.O_RDWR)
             opened.callback(os.close, descriptor)
-            if not lock(descriptor, fcntl.LOCK_EX):
-                return
-        shutil.rmtree(folder, ignore_errors=True)
+            is_unread = lock(descriptor, fcntl.LOCK_EX)
+        yield is_unread
 
 
 # ----------------------------------------------------------------------------------------------------------- files

@@ -28,6 +28,7 @@ class ChangeableMasters(ParameterMasters):
         super().__init__(weight, stepped)
         self._taken: weakref.ref[torch.Tensor] | None = None  # the gradient that take_gradient() took, and its version
         self._taken_version = 0
+        self._made: weakref.ref[torch.Tensor] | None = None  # the gradient that take_gradient() gave the master
         self.note_rounding()
         self.note_version()
 
@@ -37,6 +38,7 @@ class ChangeableMasters(ParameterMasters):
 
     def take_gradient(self) -> None:
         super().take_gradient()
+        self._made = None if self.stepped.grad is None else weakref.ref(self.stepped.grad)
         self.note_gradient()
 
     def note_gradient(self) -> None:
@@ -54,8 +56,12 @@ class ChangeableMasters(ParameterMasters):
         return self._is_gradient_replaced() or (is_copied and version(gradient) != self._taken_version)
 
     def follow_replaced_gradient(self) -> None:
-        """Step with what a script has put in the place of the gradient that was taken; if it was dropped, with none."""
-        if self._is_gradient_replaced():
+        """Step with what a script has put in the place of the gradient that was taken; if it was dropped, with none.
+
+        A gradient that a script has given the master itself stays.
+        """
+        made, own = self._made and self._made(), self.stepped.grad
+        if self._is_gradient_replaced() and (self.weight.grad is not None or own is made):
             self.take_gradient()
 
     def _is_gradient_replaced(self) -> bool:

@@ -22,16 +22,20 @@ SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 def start_workers(loader: Any, start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """The iterator of ``loader`` that ``start`` makes, whose workers are :class:`_Apart`.
 
-    What starts with them holds :data:`SIGNALS` back: a new worker until it is apart, a fork server for good.
+    A new worker holds :data:`SIGNALS` back until it is apart. Workers of a fork server stay as they are: the server
+    would hold signals back for all that it forks, and torch's watchdog ends its workers with it, not with the rank.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return start()
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "forkserver":
         return start()
     own = loader.worker_init_fn
     # it stays: an iterator of a user's class may start workers with its first batch
     loader.worker_init_fn = _Apart(own.worker_init_fn if isinstance(own, _Apart) else own, os.getpid())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        if (loader.multiprocessing_context or multiprocessing).get_start_method() != "fork":
+        if method == "spawn":
             resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM where it starts the tracker
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return start()

@@ -71,7 +71,6 @@ class Checkpoints:
         self.folder = user_path(self.folder).absolute()  # that of now, also after os.chdir
         self._last_saved: Best | None = None  # None also if it was not the best
         self._running: Future[None] | None = None  # its save, if it is in the background
-        self._undeleted: set[Path] = set()  # of which a warning was given
 
     def due(self, step: int, metric: float | None = None) -> bool:
         """Whether to save after ``step``: in turn, or because ``metric`` is the best so far. Every rank calls it.
@@ -142,9 +141,7 @@ class Checkpoints:
                 try:
                     remove(path)
                 except OSError as error:
-                    if path not in self._undeleted:
-                        self._undeleted.add(path)
-                        warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
+                    warnings.warn(f"checkpoint {str(path)!r} could not be deleted: {error}", stacklevel=2)
 
 
 class Best(NamedTuple):

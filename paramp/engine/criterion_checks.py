@@ -50,7 +50,9 @@ def training_nothing_of(criterion: Any) -> Callable[[], AbstractContextManager[N
     while isinstance(criterion, partial):
         criterion = criterion.func
     owner = getattr(criterion, "__self__", criterion)  # of a method
-    modules = owner.named_modules() if isinstance(owner, nn.Module) else ()
+    # Another method than forward is like a function: its module may hold a discriminator, which something else trains.
+    is_whole = owner is criterion or getattr(criterion, "__name__", "") == "forward"
+    modules = () if not isinstance(owner, nn.Module) else owner.named_modules() if is_whole else [("", owner)]
     # Weak, because the whole model may be among its modules. Those in evaluation mode are of a fixed network.
     trained = [
         (name, weakref.ref(one))

@@ -507,9 +507,10 @@ class _Tracer(ValueTracer):
             return self.create_proxy("call_function", _attention, args, kwargs)
 
         def applied(function: type, *args: Any, **kwargs: Any) -> Any:
-            # torch's own, such as that of checkpoint, trace what they run.
-            is_users = not function.__module__.startswith("torch.")
-            if is_users and any(isinstance(one, fx.Proxy) for one in args):
+            # torch's own, such as that of checkpoint, trace what they run; so do others that get a function.
+            is_proxy = [isinstance(one, fx.Proxy) for one in args]
+            runs = any(callable(one) for one, is_one in zip(args, is_proxy, strict=True) if not is_one)
+            if any(is_proxy) and not runs and not function.__module__.startswith("torch."):
                 apply = vars(torch.autograd.Function)["apply"].__get__(None, function)
                 return self.create_proxy("call_function", apply, args, kwargs)
             return super(BASE_OF_FUNCTIONS, function).apply(*args, **kwargs)  # type: ignore[arg-type]

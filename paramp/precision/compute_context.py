@@ -33,8 +33,8 @@ class ComputeContext:
     device: torch.device
     emulation: bool | Literal["auto"] | None = "auto"
     """``emulate_fp16`` of the configuration. ``"auto"`` or None: if the device has no fp16 arithmetic."""
-    cache: bool = True
-    """Whether autocast keeps the weights that it has cast to the end of a context, in which none may change then."""
+    cache: bool | None = None
+    """False: autocast keeps no weights that it has cast, as they may change. None: as the caller has set it."""
 
     @functools.cached_property
     def emulate(self) -> bool:
@@ -111,7 +111,7 @@ def default_dtype_of(precision: Precision) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def computing(precision: Precision, device_type: str, *, cache: bool = True) -> Iterator[None]:
+def computing(precision: Precision, device_type: str, *, cache: bool | None = None) -> Iterator[None]:
     """A context of a forward in the mode ``precision`` on ``device_type``; ``cache``: see :class:`ComputeContext`."""
     autocast = torch.autocast(device_type, precision.compute, True, cache) if precision.autocast else nullcontext()
     with autocast, widening(precision, device_type), default_dtype_of(precision):

@@ -129,6 +129,10 @@ def test_what_an_optimizer_counts_in_an_attribute_goes_on(tmp_path):
         for _ in range(3):
             assert train_step(engine, torch.ones(2, 4)).stepped
         engine.save(tmp_path / "3")
+        engine = engine_of(nn.Linear(4, 4), optimizer=Counting)
+        engine.optimizer.option = engine.optimizer.inner.option = 2.0
+        engine.load(tmp_path / "3")
+        assert engine.optimizer.option == 2.0
         engine = engine_of(nn.Linear(4, 4), optimizer=functools.partial(Counting, option=2.0))
         for steps in (3, 0):
             engine.load(tmp_path / str(steps))

@@ -736,6 +736,23 @@ def test_misuse_is_refused():
     model = linear()
     with pytest.warns(UserWarning, match=r"optimizer: eps 1e-08 is below"):
         prepare(model, torch.optim.Adam(model.parameters()), opt_level="O3")
+    model, optimizer = prepared("O2")
+    learn(model, optimizer)
+    model.zero_grad()
+    for master in amp.master_params(optimizer):
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    assert holds(model.weight, 0.25)
+
+
+def test_a_loss_of_another_optimizer_adds_nothing_to_the_gradients_of_masters():
+    """As of a generator through its discriminator, before the discriminator's step."""
+    models = [linear(0.5), linear(0.5)]
+    models, (first, second) = prepare(models, [sgd(one, lr=0.25) for one in models], opt_level="O2")
+    learn(models[0], first)
+    backward(models[0](models[1](torch.ones(1, 4)).expand(1, 4)).sum(), second)
+    first.step()
+    assert holds(models[0].weight, 0.25)
 
 
 # -------------------------------------------------------------------------------------------------------- many ranks

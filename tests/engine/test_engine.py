@@ -383,6 +383,19 @@ class OwnWeight(nn.MSELoss):
 
 ONE_ELEMENT = "criterion: expected a tensor of one element.*got "
 NO_GRADIENT = "criterion: got a loss without a gradient"
+
+
+class HasDiscriminator(nn.Module):
+    """Its method is a criterion that gives gradients to a network which something else trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = nn.Linear(4, 1)
+
+    def loss(self, output, target):
+        return self.discriminator(output).mean()
+
+
 CRITERIA = [
     (lambda output, target: 0.5, f"{ONE_ELEMENT}0.5"),
     (lambda output, target: None, f"{ONE_ELEMENT}None"),
@@ -409,6 +422,7 @@ def test_criteria_that_cannot_be_learned_from_are_an_error_on_every_rank(world, 
             with pytest.raises(ValueError, match=message):
                 engine_of(two_layers(), criterion).forward_backward(x, x)
         assert train_step(engine_of(two_layers(), OwnWeight().eval()), x).stepped
+        assert train_step(engine_of(two_layers(), HasDiscriminator().loss), x).stepped
         criterion = OwnWeight()
         criterion.weight.grad = torch.ones(())  # of another backward
         engine, criterion.is_teacher = engine_of(two_layers(), criterion), True

@@ -161,17 +161,18 @@ class OptimizerState:
     def _moved(self, header: Header) -> str | None:
         """The first weight that is in another group than in the checkpoint, and both groups; None if there is none.
 
-        Older checkpoints do not say.
+        A group of the same optimizer with the same options will do. Older checkpoints do not say.
         """
-        group_of = self._params.weights.group_of
+        group_of, places, saved = self._params.weights.group_of, self._places(), header.values["groups"]
 
         def called(place: tuple[int, int]) -> str:
             return f"param group {place[1]}" + (f" of optimizer {place[0]}" if len(self._weights) > 1 else "")
 
-        for place, names in zip(self._places(), header.values.get("members", ()), strict=False):
+        for place, names in zip(places, header.values.get("members", ()), strict=False):
             for name in names:
                 now = group_of.get(name, place)
-                if now != place:
+                same_options = now[0] == place[0] and saved[places.index(now)] == saved[places.index(place)]
+                if now != place and not same_options:
                     return f"{name} in {called(now)}, expected {called(place)} as in the checkpoint"
         return None
 
@@ -262,10 +263,10 @@ class OptimizerAttributes:
         pairs = zip(map(_numbers, self._optimizers), self._initial, strict=True)
         return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
 
-    def load(self, saved: Sequence[Mapping[str, float]]) -> None:
-        """Set what :meth:`changed` returned, and the others as they were at ``initialize``."""
+    def load(self, saved: Sequence[Mapping[str, float]], *, has_stepped: bool) -> None:
+        """Set what :meth:`changed` returned; if this run ``has_stepped``, the others as they were at ``initialize``."""
         for one, then, changed in zip(self._optimizers, self._initial, saved, strict=False):
-            vars(one).update({**then, **changed})
+            vars(one).update({**(then if has_stepped else {}), **changed})
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:

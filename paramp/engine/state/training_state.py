@@ -139,8 +139,9 @@ class TrainingState:
             self._averages.load(fill, header, everything=everything)
         if everything:
             begins_at_zero = [isinstance(update, FusedStep) for update in self._step.updates]
+            has_stepped = self._step.counters.read()[0] > 0
+            self._attributes.load(header.values.get("attributes", ()), has_stepped=has_stepped)
             self._optimizer.load(fill, header, begins_at_zero=begins_at_zero)
-            self._attributes.load(header.values.get("attributes", ()))
             for update in self._step.updates:
                 update.state_loaded()
             self._load_values(header.values)

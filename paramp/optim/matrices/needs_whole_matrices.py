@@ -209,9 +209,9 @@ def _stepped(
     """``weights`` after steps of a copy of ``optimizer``, with one element of ``gradients`` a step; and the copy."""
     parameters = [nn.Parameter(one.clone(memory_format=torch.contiguous_format)) for one in weights]
     tried = _copied(optimizer, {**copy.deepcopy(options), "params": parameters})
-    train = getattr(tried, "train", None)
+    train = getattr(type(tried), "train", None)
     if callable(train):  # schedule-free ones step in that mode only
-        train()
+        train(tried)
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)

@@ -83,9 +83,12 @@ def _scaled(
         take_up_changes(weights, session.current_ids(), has_new=has_new)
     for weight in weights:
         weight.check_gradient()
+    others = [one for one in {*session.weights.values()}.difference(weights) if one.has_taken_gradient]
     unscaled_others = _unscale_others(weights, scale, found_inf)
     with _backward(session, weights, scale):
         yield None if loss is None else loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+    for weight in others:
+        weight.note_gradient()  # of another optimizer: its master does not get what this backward has added there
     if not delay_unscale:
         unscale_(weights, scale, found_inf)
     if any(weight.is_incomplete for weight in weights):

@@ -63,13 +63,17 @@ class AmpWeight(ChangeableMasters):
         if self.stepped.grad is not None and self.has_other_gradient and not self._is_cleared():
             raise self.changed_gradient("amp.scale_loss")
 
+    @property
+    def has_taken_gradient(self) -> bool:
+        """Whether the master has the gradient that the weight has now."""
+        return self.stepped.grad is not None and self.weight.grad is not None and not self.has_other_gradient
+
     def changed_gradient(self, what: str) -> AmpError:
         """The error of ``what`` would lose a change of the weight's gradient."""
         return AmpError(
             f"{what}: the gradient of a parameter of shape {tuple(self.weight.shape)} was changed after "
             "amp.scale_loss had moved it to its fp32 master, which the step uses; change those of "
-            "amp.master_params(optimizer), and pass each amp.scale_loss the optimizers of all parameters that its "
-            "backward reaches"
+            "amp.master_params(optimizer)"
         )
 
     def begin(self, scale: float) -> None:
