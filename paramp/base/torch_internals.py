@@ -146,7 +146,7 @@ INVENTORY = (
     Private("torch.Tensor", "_base _is_view _values _version", "views, and changes in place"),
     Private("torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks", "carrying hooks to a replaced parameter"),
     Private("torch.autograd.graph.Node", "_sequence_nr", "which module has made a node of the graph"),
-    Private("torch.autograd.function", "_SingleLevelFunction", "tracing calls of autograd functions"),
+    Private("torch.autograd.Function", "_backward_cls", "tracing calls of autograd functions"),
     Private("torch.nn.Module", "_parameters _buffers _modules", "replacing parameters and submodules"),
     Private("torch.nn.Module", "_non_persistent_buffers_set", "state that several pipeline stages have"),
     Private(

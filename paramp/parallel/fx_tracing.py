@@ -11,7 +11,7 @@ import dis
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -31,8 +31,9 @@ from .partition import is_sequential
 from .traced_values import ValueTracer, answering, changes_of, line_of
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
-BASE_OF_FUNCTIONS: type = take("torch.autograd.function._SingleLevelFunction")
-"""Where ``torch.autograd.Function.apply`` looks up what it calls, also under a name that a file has given to it."""
+FUNCTION_META = type(torch.autograd.Function)
+"""Where ``apply``, also under a name that a file has given to it, looks up the ``forward`` that it calls."""
+NO_SETUP = torch.autograd.Function.setup_context
 storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
 
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
@@ -133,7 +134,7 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
         check_mode(name, model.get_submodule(name), model)
     generators = Generators(model)
     tensors = [pair for pair in named_tensors(model) if not nn.parameter.is_lazy(pair[1])]
-    before = [_state(one) for _, one in tensors]
+    before = [(*_state(one), one.data) for _, one in tensors]  # held, so that no other tensor gets its address
     graphs = {}
     try:
         for training in (True, False):
@@ -142,7 +143,7 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             with torch.inference_mode(False), torch.set_grad_enabled(training):
                 graphs[training] = _traced(model, opened, call, generators)
         _refuse_parameters(model, opened, call, generators)
-        if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state]:
+        if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state[:2]]:
             raise fx.proxy.TraceError(
                 f"it changes {changed[0]!r}, which it gets from parameters() or the like, outside of its modules: "
                 "tracing does not record that; change it in a submodule, or between steps"
@@ -411,20 +412,43 @@ class _Tracer(ValueTracer):
         def attention(*args: Any, **kwargs: Any) -> Any:
             return self.create_proxy("call_function", _attention, args, kwargs)
 
-        def applied(function: type, *args: Any, **kwargs: Any) -> Any:
+        has_grad = False
+
+        def is_recorded(function: type, inputs: Sequence[Any]) -> bool:
             # torch's own, such as that of checkpoint, trace what they run; so do others that get a function.
-            is_proxy = [isinstance(one, fx.Proxy) for one in args]
-            runs = any(callable(one) for one, is_one in zip(args, is_proxy, strict=True) if not is_one)
-            if any(is_proxy) and not runs and not function.__module__.startswith("torch."):
-                apply = vars(torch.autograd.Function)["apply"].__get__(None, function)
-                return self.create_proxy("call_function", apply, args, kwargs)
-            return super(BASE_OF_FUNCTIONS, function).apply(*args, **kwargs)  # type: ignore[arg-type]
+            is_proxy = [isinstance(one, fx.Proxy) for one in inputs]
+            runs = any(callable(one) for one, is_one in zip(inputs, is_proxy, strict=True) if not is_one)
+            return any(is_proxy) and not runs and not function.__module__.startswith("torch.")
+
+        def attribute(function: Any, name: str) -> Any:
+            nonlocal has_grad
+            found = type.__getattribute__(function, name)
+            if name == "_backward_cls":  # what apply asks for first; it turns gradients off for forward
+                has_grad = torch.is_grad_enabled()
+            if name not in ("forward", "setup_context"):
+                return found
+            own_setup = type.__getattribute__(function, "setup_context")
+            has_setup = own_setup is not NO_SETUP
+
+            @functools.wraps(found)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                inputs = args if has_setup else args[1:]
+                if is_recorded(function, inputs):
+                    with torch.set_grad_enabled(has_grad):
+                        return self.create_proxy("call_function", function.apply, inputs, kwargs)
+                return found(*args, **kwargs)
+
+            def setup(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                if not is_recorded(function, inputs):
+                    own_setup(context, inputs, output)
+
+            return forward if name == "forward" else setup if has_setup else found
 
         with answering(), ExitStack() as stack:
             for name in originals:
                 stack.enter_context(patched(torch, name, recording(name)))
             stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
-            stack.enter_context(patched(BASE_OF_FUNCTIONS, "apply", classmethod(applied)))
+            stack.enter_context(patched(FUNCTION_META, "__getattribute__", attribute))
             yield
 
 

@@ -197,6 +197,12 @@ class Keeping(Two):
         return self.two(self.one(x) * self.table)
 
 
+def silenced(module, y):
+    with torch.no_grad():
+        kept = reverse(y, 2.0)
+    return y + kept
+
+
 def changed_copy(module, y):
     table = torch.zeros(4).clone()
     table += y[0]
@@ -232,6 +238,7 @@ def drawn_from_a_closure(generator):
     [
         (Branching(), None, r"Branching is not an nn\.Sequential.*_fx\.py:\d+ .*control flow.*into a submodule"),
         (Silent(), None, r"inside torch\.no_grad"),
+        (Two(silenced), None, r"inside torch\.no_grad"),
         (Two(lambda module, y: torch.as_tensor(y)), None, r"_fx\.py:\d+ .*torch\.as_tensor\(y\)"),
         (Moving(), None, r"it changes 'two\.weight', which it gets from parameters\(\) or the like, outside of its"),
         (
@@ -392,6 +399,23 @@ class Reversed(torch.autograd.Function):
 reverse = Reversed.apply
 
 
+class ReversedLater(torch.autograd.Function):
+    """The same, with a forward of its own, as ``torch.func`` asks for."""
+
+    @staticmethod
+    def forward(x, factor=1.0):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+        ctx.save_for_backward(inputs[0] * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.factor * gradient + ctx.saved_tensors[0], None
+
+
 def with_other_data(module, y):
     y.data = y.data.round()
     return y
@@ -416,6 +440,7 @@ def with_other_data(module, y):
         lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
         lambda module, y: reverse(y, 2.0) + Reversed.apply(y, 0.5),
+        lambda module, y: ReversedLater.apply(y, 0.5) * ReversedLater.apply(torch.ones(4), 2.0),
         changed_through_a_view,
         changed_tensors_of_numbers,
         lambda module, y: y * module.kept["total"].copy_(y.detach().sum()),
