@@ -44,33 +44,31 @@ class RefuseStale:
         raise RuntimeError(self._text)
 
 
-class GivenModel:
-    """A ``model`` that is to train anew. What an earlier engine refused of it is allowed again, until :meth:`guard`.
+def unguard(model: nn.Module) -> None:
+    """Allow again what an earlier engine refused of ``model``, which is to train anew.
 
     That engine may have got this model, one that it is a copy of, or one inside of it.
     """
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, RefuseStale)]:
+                del hooks[key]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        for module in model.modules():
-            for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
-                for key in [key for key, hook in hooks.items() if isinstance(hook, RefuseStale)]:
-                    del hooks[key]
 
-    def guard(self, stages: Stages) -> None:
-        """Refuse what the model, and modules in it, cannot do while this rank has a part of it, its ``stages``."""
-        redirect_saving(self._model)
-        elsewhere = {reference(): name for name, reference in stages.elsewhere}
-        for module in self._model.modules() if elsewhere else ():
-            name = next((elsewhere[one] for one in module.parameters() if one in elsewhere), None)
-            if name is None or isinstance(module, torch.jit.ScriptModule):  # which accepts no hooks
-                continue
-            refuse = RefuseStale(module, stages.module, name)
-            # Tables of its own: stages share those that it had.
-            module._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
-            module._state_dict_pre_hooks = OrderedDict(module._state_dict_pre_hooks)
-            module.register_forward_pre_hook(refuse)
-            module.register_state_dict_pre_hook(refuse)
+def guard(model: nn.Module, stages: Stages) -> None:
+    """Refuse what ``model``, and modules in it, cannot do while this rank has a part of it, its ``stages``."""
+    redirect_saving(model)
+    elsewhere = {reference(): name for name, reference in stages.elsewhere}
+    for module in model.modules() if elsewhere else ():
+        name = next((elsewhere[one] for one in module.parameters() if one in elsewhere), None)
+        if name is None or isinstance(module, torch.jit.ScriptModule):  # which accepts no hooks
+            continue
+        refuse = RefuseStale(module, stages.module, name)
+        # Tables of its own: stages share those that it had.
+        module._forward_pre_hooks = OrderedDict(module._forward_pre_hooks)
+        module._state_dict_pre_hooks = OrderedDict(module._state_dict_pre_hooks)
+        module.register_forward_pre_hook(refuse)
+        module.register_state_dict_pre_hook(refuse)
 
 
 def redirect_saving(model: nn.Module, elsewhere: Collection[str] = ()) -> None:

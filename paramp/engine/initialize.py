@@ -33,7 +33,7 @@ from ..optim.matrices.matrix_step import exchange_matrices
 from ..optim.user_changes.former_parameters import Former, check_former, former_parameters
 from ..optim.user_optimizer import groups_by_name, repoint, warn_of_eps, why_weights_are_missed
 from .engine import Engine
-from .given_model import GivenModel
+from .given_model import guard, unguard
 from .lr_scheduler import Scheduler, Schedulers, build_schedulers
 from .model_of_this_rank import LocalModel, make_local
 from .model_plan import ModelPlan, plan_model
@@ -141,14 +141,14 @@ def initialize(
     prepare_criterion(criterion, context.device)
     model, compile_options = plain_model(model, optimizer, context)
     check_untrained(model, context)
-    given = GivenModel(model)
+    unguard(model)
     apply_algorithms(algorithms, model, context.config.precision)
     built, optimizers = build_optimizers(optimizer, model)
     numerics.prepare(context, model, optimizers)
     schedulers = build_schedulers(lr_scheduler, optimizers)
     model_plan = plan_model(model, plan, optimizers, compile_options, numerics, context)
     local_model = make_local(model_plan, numerics, context)
-    given.guard(local_model.stages)
+    guard(model, local_model.stages)
     weights = _make_weights(model_plan, local_model, optimizers, numerics, context)
     model_plan.compiled.apply(stage.module for stage in local_model.stages)
     engine = Engine(local_model.stages, weights, built, criterion, model_plan.own_loss, local_model.overflow)

@@ -123,6 +123,14 @@ def _compiled_modules(block: nn.Module) -> Iterator[nn.Module]:
     return (module for module in block.modules() if module is not block or not is_unit(block))
 
 
+def _outside_units(block: nn.Module) -> Iterator[nn.Module]:
+    """``block`` and the modules in it, without the units of FSDP2 in it, such as experts, which gather their own."""
+    yield block
+    for child in block.children():
+        if not is_unit(child):
+            yield from _outside_units(child)
+
+
 def _compiled(name: str, options: Mapping[str, Any], of_unit: bool) -> Callable[..., Any]:
     """A compiled function that calls the block that is its first argument; ``of_unit``: without its own hooks."""
 
@@ -185,7 +193,7 @@ class _Call:
         self._eager = vars(block)[EAGER] if is_unit(block) else block._call_impl
         self._shards = [
             (module, parameter, is_partial)
-            for module in block.modules()
+            for module in _outside_units(block)
             for parameter, is_partial in vars(module).get(LOCAL_SHARDS, {}).items()
         ]
 
@@ -197,13 +205,13 @@ class _Call:
             return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
         from .tensor.differentiable_collectives import local_shard  # imports DTensor, which other layouts do not need
 
-        wholes = [(module, name, module._parameters[name]) for module, name, _ in self._shards]
+        wholes = [module._parameters[name] for module, name, _ in self._shards]
         try:
-            for (module, name, whole), (_, _, is_partial) in zip(wholes, self._shards, strict=True):
+            for (module, name, is_partial), whole in zip(self._shards, wholes, strict=True):
                 module._parameters[name] = local_shard(whole, is_partial=is_partial)  # type: ignore[arg-type,assignment]
             return self._reports.run(self._name, self._run, self._block, *args, **kwargs)
         finally:
-            for module, name, whole in wholes:
+            for (module, name, _), whole in zip(self._shards, wholes, strict=True):
                 module._parameters[name] = whole
 
 

@@ -1,7 +1,9 @@
 """Tracing of a model's forward as a graph, with ``torch.fx`` and additions to it.
 
 The additions are factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for
-code that a graph would not repeat: random numbers from other generators, ``torch.no_grad()`` and the like.
+code that a graph would not repeat: what is computed of parameters alone, ``torch.no_grad()`` and the like, attributes
+that the forward sets (:mod:`paramp.parallel.attributes_of_trace`), and random numbers from other generators
+(:mod:`paramp.parallel.generators_of_trace`).
 """
 
 from __future__ import annotations
@@ -12,23 +14,24 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import CodeType, FrameType
+from contextlib import ExitStack, contextmanager, suppress
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
 from ..base.torch_internals import patched, take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, tensors
-from . import traced_values
+from .attributes_of_trace import CONSTANT, OF_ALL, Attributes
 from .generators_of_trace import Generators
 from .materialize import outline
 from .partition import is_sequential
-from .traced_values import ValueTracer, answering, changes_of, line_of
+from .traced_values import INSIDE, ValueTracer, answering, changes_of, line_of, users_frame
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
 FUNCTION_META = type(torch.autograd.Function)
@@ -40,15 +43,13 @@ FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tr
 """torch functions of numbers, which are patched to accept proxies."""
 RANDOM = ("normal", "rand", "randint", "randn", "randperm")
 """The same, but always recorded, because they return different numbers in each call."""
-INSIDE = (torch.__path__[0], __file__, traced_values.__file__)
-"""Where the lines are not that errors name."""
 READS = "reads"
 """The key of the output node's ``meta`` for the attributes that code between modules reads of modules that are calls:
 their names, with the lines."""
-CONSTANT = "_tensor_constant"
-"""What the names begin with that fx gives to tensors which no module has, as attributes of the model."""
 IS_MADE = "is made"
 """The key of a node's ``meta`` that says that it gets a tensor which the trace has made of numbers."""
+TABLES = ("_parameters", "_buffers", "_modules")
+"""The attributes with a module's tensors and submodules."""
 Place = tuple[CodeType | None, int]
 """Some code, and the offset of an instruction in it."""
 Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -80,9 +81,8 @@ def likely_calls(model: nn.Module) -> list[Call]:
         by_position = parameters[:1]
     optional = [one.name for one in parameters if one.default is None and one not in by_position]
     args = (...,) * len(by_position)
-    return [(args, tuple((name, ...) for name in sorted(names))) for names in (keywords, [*keywords, *optional])][
-        : 2 if optional else 1
-    ]
+    given = [keywords, [*keywords, *optional]] if optional else [keywords]
+    return [(args, tuple((name, ...) for name in sorted(names))) for names in given]
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -104,12 +104,6 @@ def skeleton(model: nn.Module) -> nn.Module:
             for name, tensor in table.items():
                 table[name] = None if tensor is None else thin[tensor]  # type: ignore[assignment]
     return copied
-
-
-TABLES = ("_parameters", "_buffers", "_modules")
-OF_ALL = frozenset(vars(nn.Module()))
-"""The names of the attributes that every module has."""
-SET_ATTRIBUTE = nn.Module.__setattr__
 
 
 def _thin(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,7 +136,6 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
             # As an engine's steps and evaluations compute; outside of inference mode, for steps use its constants too.
             with torch.inference_mode(False), torch.set_grad_enabled(training):
                 graphs[training] = _traced(model, opened, call, generators)
-        _refuse_parameters(model, opened, call, generators)
         if changed := [name for (name, one), state in zip(tensors, before, strict=True) if _state(one) != state[:2]]:
             raise fx.proxy.TraceError(
                 f"it changes {changed[0]!r}, which it gets from parameters() or the like, outside of its modules: "
@@ -172,24 +165,9 @@ def _traced(model: nn.Module, opened: frozenset[str], call: Call, generators: Ge
         graph = tracer.trace(model)
         changed = tracer.changed_factories()
         if not changed:
-            graph.output_node().meta[READS] = tracer.attributes_of_calls()
+            graph.output_node().meta[READS] = tracer.attributes.read_of_calls(model, opened)
             return graph
         recorded |= changed
-
-
-class _ParametersError(fx.proxy.TraceError):
-    pass
-
-
-def _refuse_parameters(model: nn.Module, opened: frozenset[str], call: Call, generators: Generators) -> None:
-    """Raise an error if evaluation computes with parameters that are constants: without gradients, nothing tells."""
-    with torch.inference_mode(False), torch.enable_grad():
-        try:
-            _Tracer(opened, call, generators).trace(model)
-        except _ParametersError:
-            raise
-        except Exception:  # what is traced without gradients alone, such as torch.no_grad()
-            return
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int]:
@@ -218,62 +196,20 @@ class _Tracer(ValueTracer):
         """The calls of factories that are in the graph."""
         self._made: list[tuple[torch.Tensor, Place]] = []
         """What the others have made."""
-        self._reads: dict[tuple[nn.Module, str], str] = {}
-        """The attributes of modules that were read before the forward had set them, and the lines."""
-        self._kept: dict[tuple[nn.Module, str], Any] = {}
-        """Those that the forward has set, and what they were then."""
+        self.attributes = Attributes()
         self.returned: Any = None
         """What the forward has returned."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        with self._following_attributes(root), self.recording_factories():
+        attributes, functions = self.attributes.following(root), self.recording_functions()
+        with attributes, functions, self.recording_autograd_functions(), _WithGradients():
             return super().trace(root, concrete_args)
 
-    @contextmanager
-    def _following_attributes(self, model: nn.Module) -> Iterator[None]:
-        """A context that keeps what is read of attributes in ``model`` and set, which are as before on exit."""
-        before = {module: dict(vars(module)) for module in model.modules()}
-
-        def read(module: nn.Module, name: str) -> Any:
-            key = (module, name)
-            if name not in OF_ALL and not name.startswith("__") and module in before and key not in self._kept:
-                frame = None if key in self._reads else _users_frame()
-                if frame is not None:
-                    self._reads[key] = line_of(frame)
-            return object.__getattribute__(module, name)
-
-        def write(module: nn.Module, name: str, value: Any) -> None:
-            if not name.startswith(CONSTANT):
-                self._kept[module, name] = value
-            SET_ATTRIBUTE(module, name, value)
-
-        try:
-            with patched(nn.Module, "__getattribute__", read), patched(nn.Module, "__setattr__", write):
-                yield
-        finally:
-            for module, own in before.items():
-                table = vars(module)
-                own |= {name: value for name, value in table.items() if name.startswith(CONSTANT)}
-                table.clear()
-                table.update(own)
-
-    def attributes_of_calls(self) -> dict[str, str]:
-        """The attributes that were read of modules that are calls, and the lines.
-
-        Raises a TraceError for one that the forward has read, and then set to what it computes.
-        """
-        names = {module: name for name, module in self.root.named_modules()}
-        full = {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self._reads}
-        for key, line in self._reads.items():
-            if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(self._kept.get(key))):
-                raise fx.proxy.TraceError(
-                    f"it reads {full[key]!r} {line}, and then sets it to what it computes of a batch, which tracing "
-                    "does not keep for the next one; compute it in each batch, or in a submodule, which keeps it"
-                )
-        return {full[key]: line for key, line in self._reads.items() if names[key[0]] not in ("", *self._opened)}
-
     def changed_factories(self) -> set[Place]:
-        """The calls that make tensors of numbers alone, which the forward changes in place with what it computes."""
+        """The calls that make tensors of numbers alone, which the forward changes in place with what it computes.
+
+        Nodes that get what such calls have made are marked by :data:`IS_MADE`.
+        """
         places = {storage_address(made): place for made, place in self._made if made.layout is torch.strided}
         changed = set()
         for node in self.graph.nodes:
@@ -345,7 +281,7 @@ class _Tracer(ValueTracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
-            raise _ParametersError(
+            raise fx.proxy.TraceError(
                 "it computes with parameters that it gets from parameters() or the like, which tracing does not "
                 "record; use attributes, such as self.up.weight, or compute it in a submodule"
             )
@@ -368,7 +304,7 @@ class _Tracer(ValueTracer):
             )
         self._check_draws()
         node = super().create_node(*args, **kwargs)
-        frame = _users_frame()
+        frame = users_frame()
         if frame is not None:
             node.meta["line"] = line_of(frame)
         return node
@@ -379,7 +315,7 @@ class _Tracer(ValueTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         # torch's own trace_asserts supports the bytecode of older Python versions only.
-        frame = _users_frame()
+        frame = users_frame()
         if frame is None or not _asserts(frame.f_code, frame.f_lasti):
             return super().to_bool(obj)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -387,18 +323,17 @@ class _Tracer(ValueTracer):
         return True
 
     @contextmanager
-    def recording_factories(self) -> Iterator[None]:
+    def recording_functions(self) -> Iterator[None]:
         """A context in which functions such as ``torch.arange`` accept proxies instead of numbers.
 
         They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``. Attention is
-        recorded by its name, because ``parallel.context`` replaces it while an engine computes. Autograd functions are
-        recorded as such: a trace of their forward would lose their backward.
+        recorded by its name, because ``parallel.context`` replaces it while an engine computes.
         """
         originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
 
         def recording(name: str) -> Callable[..., Any]:
             def function(*args: Any, **kwargs: Any) -> Any:
-                frame = _users_frame()
+                frame = users_frame()
                 place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
                 is_recorded = name in RANDOM or place in self._recorded
                 if is_recorded or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
@@ -412,9 +347,18 @@ class _Tracer(ValueTracer):
         def attention(*args: Any, **kwargs: Any) -> Any:
             return self.create_proxy("call_function", _attention, args, kwargs)
 
+        with answering(), ExitStack() as stack:
+            for name in originals:
+                stack.enter_context(patched(torch, name, recording(name)))
+            stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
+            yield
+
+    @contextmanager
+    def recording_autograd_functions(self) -> Iterator[None]:
+        """A context in which autograd functions are recorded: a trace of their forward would lose their backward."""
         has_grad = False
 
-        def is_recorded(function: type, inputs: Sequence[Any]) -> bool:
+        def is_call(function: type, inputs: Sequence[Any]) -> bool:
             # torch's own, such as that of checkpoint, trace what they run; so do others that get a function.
             is_proxy = [isinstance(one, fx.Proxy) for one in inputs]
             runs = any(callable(one) for one, is_one in zip(inputs, is_proxy, strict=True) if not is_one)
@@ -433,31 +377,38 @@ class _Tracer(ValueTracer):
             @functools.wraps(found)
             def forward(*args: Any, **kwargs: Any) -> Any:
                 inputs = args if has_setup else args[1:]
-                if is_recorded(function, inputs):
+                if is_call(function, inputs):
                     with torch.set_grad_enabled(has_grad):
                         return self.create_proxy("call_function", function.apply, inputs, kwargs)
                 return found(*args, **kwargs)
 
             def setup(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                if not is_recorded(function, inputs):
+                if not is_call(function, inputs):
                     own_setup(context, inputs, output)
 
             return forward if name == "forward" else setup if has_setup else found
 
-        with answering(), ExitStack() as stack:
-            for name in originals:
-                stack.enter_context(patched(torch, name, recording(name)))
-            stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
-            stack.enter_context(patched(FUNCTION_META, "__getattribute__", attribute))
+        with patched(FUNCTION_META, "__getattribute__", attribute):
             yield
 
 
-def _users_frame() -> FrameType | None:
-    """The innermost frame that is running outside of torch and of these files."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
-        frame = frame.f_back
-    return frame
+class _WithGradients(TorchFunctionMode):
+    """Lets what the forward computes of parameters alone require gradients, also where it has none, as in evaluation.
+
+    So ``create_arg`` can refuse it: it would be a constant of the graph. The forward sees the gradient mode of its run.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        is_recorded = any(isinstance(one, fx.Proxy) for one in given)
+        if not is_recorded and any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            # RuntimeError: it has no gradient, as where it changes a parameter in place.
+            with suppress(RuntimeError), torch.enable_grad():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:

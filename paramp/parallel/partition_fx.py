@@ -16,7 +16,8 @@ every stage that uses them, and are tied. The forward is traced for each set of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,9 @@ from ..base.module_surgery import keep_only, names_outside, replace_forward
 from ..base.state_over_trials import PLAIN
 from ..base.trees import leaves, tensors
 from ..precision import norms
+from .attributes_of_trace import CONSTANT
 from .batch_key import CONSTANTS
-from .fx_tracing import CONSTANT, IS_MADE, READS, Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
+from .fx_tracing import IS_MADE, READS, Call, call_of, check_mode, key_of, likely_calls, skeleton, trace
 from .partition import check_names, is_sequential, multiplied_parameters, plan_stages
 from .traced_values import QUESTIONS, changes_of, shown_kind
 
@@ -56,7 +58,7 @@ class TracedPartition:
             parts = [name.split(".") for name in split]
             self.opened = frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
         self._skeleton = skeleton(model)
-        self._called = self._calls(self.opened)
+        self._traced = self._traces(self.opened)
         if split is None:
             self._open_heavy(num_stages)
             return
@@ -70,29 +72,19 @@ class TracedPartition:
 
     @property
     def units(self) -> list[tuple[str, nn.Module]]:
-        return [(name, self._modules[name]) for name in self._called]
+        return [(name, self._modules[name]) for name in _modules_called(self._traced)]
 
-    def _calls(self, opened: frozenset[str]) -> list[str]:
-        """The modules that the forward calls, in order; with optional inputs too, if it can be traced with them all."""
-        few, *more = likely_calls(self._skeleton)
-        try:
-            orders = [_modules_called(trace(self._skeleton, opened, few))]
-        except ConfigError:
-            if not more:
-                raise
-            orders = []
-        try:
-            orders += [_modules_called(trace(self._skeleton, opened, call)) for call in more]
-        except ConfigError:
-            if not orders:
-                raise
-        merged = [*orders[0]]
-        position = 0
-        for name in orders[-1]:
-            if name not in merged:
-                merged.insert(position, name)
-            position = merged.index(name) + 1
-        return merged
+    def _traces(self, opened: frozenset[str]) -> list[dict[bool, fx.Graph]]:
+        """The graphs of each likely call that can be traced; a ConfigError if none can."""
+        traced, failed = [], []
+        for call in likely_calls(self._skeleton):
+            try:
+                traced.append(trace(self._skeleton, opened, call))
+            except ConfigError as error:
+                failed.append(error)
+        if not traced:
+            raise failed[-1]
+        return traced
 
     def _open_heavy(self, num_stages: int) -> None:
         closed: set[str] = set()
@@ -111,7 +103,7 @@ class TracedPartition:
             name = max(heavy, key=lambda name: weights[name])
             closed.add(name)
             try:
-                self._called = self._calls(self.opened | {name})
+                self._traced = self._traces(self.opened | {name})
             except ConfigError:
                 continue  # it stays closed
             self.opened |= {name}
@@ -122,8 +114,8 @@ class TracedPartition:
         for name, module in self._modules.items():
             names_of.setdefault(module, []).append(name)
         kept: list[set[str]] = [{*names} for names in plan]
-        for call in likely_calls(self._skeleton):
-            for index, used in enumerate(graphs.names_used(call)):
+        for traced in self._traced:
+            for index, used in enumerate(graphs.names_used(traced)):
                 kept[index] |= used
         for names in kept:
             names.update([alias for name in names & self._modules.keys() for alias in names_of[self._modules[name]]])
@@ -131,8 +123,16 @@ class TracedPartition:
         return [_stage_module(self._model, names, graphs, index) for index, names in enumerate(kept)]
 
 
-def _modules_called(graphs: Mapping[bool, fx.Graph]) -> list[str]:
-    return list(dict.fromkeys(str(node.target) for node in graphs[True].nodes if node.op == "call_module"))
+def _modules_called(traced: Sequence[Mapping[bool, fx.Graph]]) -> list[str]:
+    """The modules that the forward calls in training, in order; those of later graphs between those of the first."""
+    merged: list[str] = []
+    for graphs in traced:
+        position = 0
+        for name in dict.fromkeys(str(node.target) for node in graphs[True].nodes if node.op == "call_module"):
+            if name not in merged:
+                merged.insert(position, name)
+            position = merged.index(name) + 1
+    return merged
 
 
 @dataclass
@@ -171,6 +171,7 @@ class _Graphs:
         return self._cache[key]
 
     def _partitioned(self, graphs: Mapping[bool, fx.Graph]) -> dict[bool, list[_StageGraph]]:
+        """``graphs`` cut into those of each stage; a ConfigError if stages would have different values of a tensor."""
         _check_changes(graphs.values(), self._stage_of, self.num_stages)
         parts = {mode: _partition_graph(graph, self._stage_of, self.num_stages) for mode, graph in graphs.items()}
         used = [{name for one in modes for name in one.attributes} for modes in zip(*parts.values(), strict=True)]
@@ -183,15 +184,11 @@ class _Graphs:
                 one.attributes = [name for name in one.attributes if name in others]
         return parts
 
-    def names_used(self, call: Call) -> list[set[str]]:
-        """The modules that each stage calls, and what the code between them uses; nothing if it cannot be traced.
+    def names_used(self, graphs: Mapping[bool, fx.Graph]) -> list[set[str]]:
+        """The modules that each stage calls in ``graphs``, and what the code between them uses.
 
-        The graphs are not kept: what the trace of a batch makes of numbers has the default dtype of its forward.
+        These graphs are not cached: what the trace of a batch makes of numbers has the default dtype of its forward.
         """
-        try:
-            graphs = trace(self.model, self.opened, call)
-        except ConfigError:
-            return []
         stages = zip(*self._partitioned(graphs).values(), strict=True)
         return [
             {str(node.target) for one in modes for node in one.graph.nodes if node.op in ("get_attr", "call_module")}
@@ -214,7 +211,6 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
         if stage_graph.interpreter is None or stage_graph.interpreter.module is not part:
             _check_names(part, stage_graph.graph, graphs.model, call)
             stage_graph.interpreter = _Interpreter(part, graph=stage_graph.graph)
-        kept = {name: _leaves_of(part, name) for name in stage_graph.reads}
         try:
             inputs = dict(leaves(kwargs)) if stage_graph.keywords else {}
             shared = {f"inputs{path}": inputs[path] for path in stage_graph.shared}
@@ -222,17 +218,14 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             shared |= {f"parallel.pipeline.split: {name!r}": value for name, value in attributes.items()}
             others = [one for one in shared.items() if not isinstance(one[1], nn.Parameter)]  # FSDP2 writes into these
             made = stage_graph.interpreter.made
-            with refusing_changes(others, changed), refusing_changes(made, changed_constant):
+            with (
+                _refusing_other_values(part, stage_graph.reads),
+                refusing_changes(others, changed),
+                refusing_changes(made, changed_constant),
+            ):
                 output = stage_graph.interpreter.run(*values, *(inputs[path] for path in stage_graph.keywords))
         finally:
             stage_graph.interpreter.env = {}
-        for name, before in kept.items():
-            if not _is_same(_leaves_of(part, name), before):
-                raise ConfigError(
-                    f"parallel.pipeline.split: the code between modules reads {name!r} {stage_graph.reads[name]}, "
-                    f"which the forward of {name.rpartition('.')[0]!r} sets, and tracing has read once; return it from "
-                    "that forward"
-                )
         return output if is_last else (call, output)
 
     def changed_constant(line: str) -> ConfigError:
@@ -322,6 +315,19 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
                 f"{type(model).__name__}, which it lacks: stages have what the forward uses with the inputs without a "
                 "default, and with those that are None by default too; give a tensor the default None, make a flag an "
                 "attribute of the model, or split elsewhere"
+            )
+
+
+@contextmanager
+def _refusing_other_values(part: nn.Module, reads: Mapping[str, str]) -> Iterator[None]:
+    """A context whose exit raises a ConfigError if an attribute of ``reads`` has another value than before."""
+    before = {name: _leaves_of(part, name) for name in reads}
+    yield
+    for name, line in reads.items():
+        if not _is_same(_leaves_of(part, name), before[name]):
+            raise ConfigError(
+                f"parallel.pipeline.split: the code between modules reads {name!r} {line}, which the forward of "
+                f"{name.rpartition('.')[0]!r} sets, and tracing has read once; return it from that forward"
             )
 
 

@@ -34,6 +34,10 @@ QUESTIONS = "questions"
 TREES = inspect.getfile(take("torch.utils._pytree.tree_map_only"))
 ASK_FOR_OTHERS = (__file__, dataclasses.__file__, functools.__file__, torch.__file__, TREES)
 """Files of functions such as ``torch.is_tensor``, which ask for the class because their caller does."""
+TRACING = ("attributes_of_trace", "fx_tracing", "traced_values")
+"""The files of this package that run between the code of a forward and torch's tracer."""
+INSIDE = (torch.__path__[0], *(str(Path(__file__).with_name(f"{name}.py")) for name in TRACING))
+"""Where the lines are not that errors name."""
 CHECK = "__instancecheck__"
 """The method of abstract and other classes that asks for the class because a ``match`` does."""
 HANDLE_PROXIES = tuple(f"{folder}{os.sep}" for folder in (torch.__path__[0], Path(__file__).parents[1]))
@@ -222,6 +226,14 @@ VIEWS = ("getattr", "getitem", "detach", "view", "flatten", "squeeze", "unsqueez
 
 MAYBE_COPIES = ("to", "type_as", "contiguous", "reshape", "float", "double", "half", "bfloat16", "cuda", "cpu")
 """Those that return their first argument, or a view of it, if it is already what they make of it."""
+
+
+def users_frame() -> FrameType | None:
+    """The innermost frame that is running outside of torch and of the files that trace."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame = frame.f_back
+    return frame
 
 
 def line_of(frame: FrameType) -> str:

@@ -209,6 +209,12 @@ def changed_copy(module, y):
     return table
 
 
+def scaled_without_gradients(module, y):
+    with torch.no_grad():
+        norm = next(module.two.parameters()).norm()
+    return y * norm
+
+
 class Drawing(Two):
     def __init__(self, draw):
         super().__init__()
@@ -248,6 +254,7 @@ def drawn_from_a_closure(generator):
         ),
         (Two(changed_copy), None, r"it changes a tensor in place at test_.*'table \+= y\[0\]', which is a constant"),
         (PenalizedInEvaluation(), None, "it computes with parameters that it gets from"),
+        (Two(scaled_without_gradients), None, "it computes with parameters that it gets from"),
         (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),

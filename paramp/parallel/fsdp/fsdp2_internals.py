@@ -116,12 +116,6 @@ def is_replaced(one: Any) -> bool:
     return now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None)
 
 
-def has_own_memory(one: Any) -> bool:
-    """Whether what the module of ``one`` has in the place of its sharded parameter shares the memory of that."""
-    now, own = held(one), local(one.sharded_param)
-    return isinstance(now, torch.Tensor) and local(now).untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-
-
 def differs_from_shard(one: Any) -> bool:
     """Whether this rank's part of the gathered parameter of torch's record ``one`` has other values than its shard."""
     whole, shard = local(one._unsharded_param).detach(), local(one.sharded_param).detach()

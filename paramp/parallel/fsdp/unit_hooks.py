@@ -34,8 +34,6 @@ class GatheredWeights:
         """Raise a ConfigError for a parameter that the caller has replaced: the unit would gather its own over it."""
         for group in fsdp2_internals.groups(module):
             for one in filter(fsdp2_internals.is_replaced, group.fsdp_params):
-                if fsdp2_internals.has_own_memory(one):  # compiled blocks put shards in the place of DTensors
-                    continue
                 raise ConfigError(
                     f"parallel.data.shard: {self._names[one]!r} has another tensor in its place, as by "
                     "torch.func.functional_call, expected the parameter, because a block gathers its own before its "
