@@ -29,7 +29,7 @@ from common import add_json_option, check_counts, check_json_option, machine, ta
 from torch import nn
 
 import paramp
-from paramp.base.torch_internals import patched
+from paramp.base.replaced_in_torch import patched
 from paramp.models import GPT, GPTConfig
 from paramp.parallel.context_axis.context_attention import attention
 from paramp.parallel.context_axis.tokens_of_ranks import SequenceLayout

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import wait_for_gloo_at_exit  # noqa: F401  # processes with collectives end once gloo's threads rest
 from .dtensor import as_real
-from .torch_internals import expect, replace_kernels
+from .torch_internals import expect
 
 expect("torch._foreach_copy_", "torch.distributed.distributed_c10d", "torch.ops._c10d_functional")
 
@@ -175,6 +175,8 @@ def gather_dtensors_over_gloo(key: str = "CUDA") -> torch.library.Library:
         "all_gather_into_tensor": _gather_dtensor,
         "all_gather_into_tensor_out": _gather_dtensor_into,
     }
+    from .replaced_in_torch import replace_kernels  # which a scaler on its own does not load
+
     return replace_kernels(key, kernels, "_c10d_functional")
 
 

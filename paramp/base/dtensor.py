@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import torch
 
 from .errors import ConfigError
-from .torch_internals import take
+from .torch_internals import expect, take
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+expect("torch._debug_has_internal_overlap")
 
 LOCAL_SHARDS = "_paramp_local_shards"
 """The attribute of a module that computes on local tensors: ``{parameter: whether its gradient is partial}``."""

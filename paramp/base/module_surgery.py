@@ -15,7 +15,7 @@ from torch import nn
 from .errors import ConfigError
 from .torch_internals import expect
 
-expect("torch._debug_has_internal_overlap", "torch.nn.modules.batchnorm._BatchNorm")
+expect("torch.nn.modules.batchnorm._BatchNorm")
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 

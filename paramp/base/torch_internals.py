@@ -2,7 +2,6 @@
 
 :data:`INVENTORY` has a row for each owner, a module or a class. Code takes functions and classes by :func:`take`, and
 calls :func:`expect` where it begins to use attributes of a class; both raise an error that names what is missing.
-:func:`replace_kernels` puts kernels of paramp's in the place of torch's for a while, :func:`patched` attributes.
 :func:`warn_if_untested` warns once of a version of torch with which no test has run.
 """
 
@@ -11,13 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -353,43 +348,6 @@ def lacks(row: Private) -> list[str]:
     return [name for name in row.names.split() if not _has(owner, name)]
 
 
-REPLACED: WeakValueDictionary[str, torch.library.Library] = WeakValueDictionary()
-"""The kernels of torch's operators that :func:`replace_kernels` has replaced, by their key in the dispatcher."""
-_replacing = threading.Lock()
-
-
-def replace_kernels(
-    key: str, kernels: Mapping[Any, Callable[..., Any]], namespace: str = "aten"
-) -> torch.library.Library:
-    """Replace ``kernels`` of operators of :data:`INVENTORY` under ``key`` in this process, while the result is kept.
-
-    Kernels get the dispatcher's keys, then the operator's arguments. Who asks for one ``key`` of a ``namespace`` shares
-    them.
-    """
-    name = key if namespace == "aten" else f"{namespace} {key}"
-    with _replacing:
-        library = REPLACED.get(name)
-        if library is None:
-            REPLACED[name] = library = torch.library.Library(namespace, "IMPL")
-            for operator, kernel in kernels.items():
-                library.impl(operator, kernel, key, with_keyset=True)
-    return library
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which the attribute ``name`` of ``owner``, of :data:`INVENTORY`, is ``value``."""
-    own = {**vars(owner)} if isinstance(owner, type) else {name: getattr(owner, name)}  # a class may inherit it
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if name in own:
-            setattr(owner, name, own[name])
-        else:
-            delattr(owner, name)
-
-
 def older_than(version: str) -> bool:
     """Whether the installed torch is older than ``version``, such as ``"2.12"``."""
     return _number(torch.__version__) < _number(version)
@@ -404,47 +362,6 @@ def warn_if_untested() -> None:
     found = f"it lacks {', '.join(missing)}" if missing else "it has all private names that paramp uses"
     tested = f"paramp was tested with torch {OLDEST} to {NEWEST} only (docs/versions.md)"
     warnings.warn(f"torch {torch.__version__}: {tested}; {found}", stacklevel=2)
-
-
-def _redispatch(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """As ``torch.overrides.redispatch_function``, which torch 2.11 lacks, for a ``func`` in Python."""
-    return _unasking(func, {})(*args, **(kwargs or {}))
-
-
-def _unasking(func: Any, copies: dict[Any, Any]) -> Any:
-    """A copy of ``func`` in whose own code ``has_torch_function`` is false; what it calls is intercepted.
-
-    Functions that it decorates, or chooses between, as ``max_pool1d`` does, are its own code. ``copies``: those so far.
-    """
-    if not isinstance(func, FunctionType):
-        return func
-    if func in copies:
-        return copies[func]
-    seen = _Unasking(func.__globals__)
-    names = {name: getattr(seen, name) for name in func.__code__.co_names if name in func.__globals__}
-    cells = tuple(CellType() for _ in func.__code__.co_freevars)
-    copies[func] = copy = FunctionType(func.__code__, func.__globals__ | names, closure=cells)
-    copy.__defaults__, copy.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
-    for cell, original in zip(cells, func.__closure__ or (), strict=True):
-        cell.cell_contents = _unasking(original.cell_contents, copies)
-    return copy
-
-
-class _Unasking:
-    """The names of a namespace; ``has_torch_function`` and its variants there, and in modules there, are false."""
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("has_torch_function"):
-            return lambda *_: False
-        found = self._names[name] if name in self._names else self._names["__getattr__"](name)
-        return _Unasking(vars(found)) if found in (torch, torch.overrides) else found
-
-
-redispatch_function: Callable[..., Any] = getattr(torch.overrides, "redispatch_function", _redispatch)
-"""Call a function of torch's from a mode that is to see what the function calls."""
 
 
 def _error(row: Private, name: str) -> RuntimeError:

@@ -110,7 +110,9 @@ class LoaderPosition:
             with torch.random.fork_rng(devices=[]):  # their random numbers were drawn before the save
                 for _ in itertools.islice(batches, skip):
                     pass
-        self._current = _EpochIterator(batches, epoch, skip, skip)
+        for call in self._calls:
+            call.overlook()
+        self._current = _EpochIterator(batches, epoch, skip, skip, self._calls)
         return self._current
 
     @contextmanager
@@ -189,7 +191,8 @@ class _SetEpoch:
     """``set_epoch`` of a sampler of the user's, in its place: it keeps what the sampler was told, and who did.
 
     A script calls it, maybe with the number from before, and not every sampler shows a number as ``epoch``: so calls
-    are seen. Or it assigns ``epoch``, or calls that of a sampler inside: so :meth:`look` compares what is shown.
+    are seen. Or it assigns ``epoch``, or calls that of a sampler inside: so :meth:`look` compares what is shown. What
+    changes while the sampler is read is its own count, of passes maybe: :meth:`overlook`.
     """
 
     _call: Callable[..., Any]
@@ -197,7 +200,7 @@ class _SetEpoch:
     """What the sampler was told last; None if that is not known."""
     _sampler: Any
     _shown: Any
-    """Its ``epoch`` after the last call or look."""
+    """Its ``epoch`` after the last call or look, or after it was read."""
     by_script: bool = False
     """Whether the script has told it since the last iteration of a loader began, or since a load."""
 
@@ -226,6 +229,10 @@ class _SetEpoch:
         if (epoch := getattr(self._sampler, "epoch", None)) != self._shown:
             self.number, self.by_script, self._shown = epoch, True, epoch
 
+    def overlook(self) -> None:
+        """Take the epoch that is shown now as the sampler's own count."""
+        self._shown = getattr(self._sampler, "epoch", None)
+
 
 @dataclass(eq=False)
 class _EpochIterator:
@@ -236,8 +243,10 @@ class _EpochIterator:
     yielded: int
     skipped: int
     """How many of ``yielded`` it left out: those before a loaded position."""
-    over: bool = False
-    stale: bool = False
+    calls: list[_SetEpoch]
+    """Of the user's samplers."""
+    over: bool = field(init=False, default=False)
+    stale: bool = field(init=False, default=False)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -245,6 +254,8 @@ class _EpochIterator:
     def __next__(self) -> Any:
         if self.stale:
             raise RuntimeError("loader: this iterator was made before a checkpoint was loaded; call iter(loader) again")
+        for call in self.calls:
+            call.look()
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -254,6 +265,9 @@ class _EpochIterator:
                 _refuse_empty(self.batches, self.epoch)
             self.over = True
             raise
+        finally:
+            for call in self.calls:
+                call.overlook()
         self.yielded += 1
         return batch
 

@@ -32,12 +32,12 @@ from ..base.dtensor import forget_sharding_decisions
 from ..base.errors import ConfigError, one_line, require
 from ..base.observer_spans import span
 from ..base.torch_internals import warn_if_untested
-from ..config.layout import ParallelConfig
 from ..config.schema import Config
 from ..scaling.copies_per_element import OPEN, ROLES, Role, TiedParameter
 from .error_report import report_uncaught
 from .first_failure import IN_ORDER, Departures, ending_in_time, is_echo, mark_as_echo
 from .heartbeat import Heartbeat
+from .layout_meshes import LayoutMeshes, make_meshes
 from .mesh_roles import MeshOfOthers, read_mesh
 from .process_groups import ProcessGroups, family_along
 from .random_across_tensor_ranks import TENSOR_PLACES
@@ -118,14 +118,10 @@ class ParallelContext:
         self.replicated_axes: dict[Any, list[str]] = {}
         """What :func:`~paramp.distributed.replicated_axes.replicated_axes` has found: its time grows with the world."""
         if mesh is None:
-            parallel = config.parallel
-            self.mesh: DeviceMesh = self._make_mesh(_mesh_sizes(parallel, self.world_size))
-            several = parallel.shard > 1 and parallel.expert * parallel.context.size > 1
-            self.shard_mesh = self._make_mesh(_sharded_sizes(parallel, self.world_size)) if several else self.mesh
-            both = parallel.shard > 1 and parallel.expert > 1 and parallel.context.size > 1
-            self.expert_mesh = self._make_expert_mesh() if both else self.mesh
+            meshes = make_meshes(config.parallel, self.world_size, device, self._groups)
         else:
-            self.mesh = self.shard_mesh = self.expert_mesh = mesh.mesh
+            meshes = LayoutMeshes(mesh.mesh, mesh.mesh, mesh.mesh)
+        self.mesh, self.shard_mesh, self.expert_mesh = meshes
         self.roles = {name: ROLES[name] for name in self.mesh.mesh_dim_names or ()} if mesh is None else mesh.roles
         self.pp = self.stage_axis = self._axis("stage")
         self.dp = self._axis(*DATA_ROLES)
@@ -179,24 +175,6 @@ class ParallelContext:
         device = checked.device
         local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() if device.index is None else device.index)
         return cls(checked.config, device, local_rank, owns_world=False, mesh=checked)
-
-    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
-        """The mesh of axes of these ``sizes``, the slowest first."""
-        return self._mesh_of(torch.arange(self.world_size, device="cpu").view(*sizes.values()), tuple(sizes))
-
-    def _make_expert_mesh(self) -> DeviceMesh:
-        names = self.mesh.mesh_dim_names or ()
-        efsdp, cp = names.index("efsdp"), names.index("cp")
-        ranks = self.mesh.mesh.movedim(cp, efsdp + 1).flatten(efsdp, efsdp + 1)
-        return self._mesh_of(ranks, tuple(name for name in names if name != "cp"), "experts/")
-
-    def _mesh_of(self, ranks: torch.Tensor, names: tuple[str, ...], prefix: str = "") -> DeviceMesh:
-        """The mesh of ``ranks`` with axes of these ``names``; ``prefix``: of the names of groups that are new."""
-        groups = []
-        for dim, name in enumerate(names):
-            family = family_along(ranks, [dim])
-            groups.append(self._own_group(prefix + name, family[family[:, 0].argsort()]))
-        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def _axis(self, *roles: Role) -> Axis:
         """The axis of the mesh with one of ``roles``; of several the flattened one; of none one of size 1."""
@@ -378,30 +356,6 @@ class ParallelContext:
     def __repr__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in zip(self.roles, self.mesh.shape, strict=True))
         return f"ParallelContext({sizes}, rank {self.rank} of {self.world_size}, {self.device})"
-
-
-def _mesh_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """The axes of the mesh that the launch functions make, the slowest first, and their sizes."""
-    size, shard, expert, context = (
-        parallel.data_size(world_size),
-        parallel.shard,
-        parallel.expert,
-        parallel.context.size,
-    )
-    data = {"dp": size} if shard == 1 else {"dp_replicate": size // shard, "dp_shard": shard}
-    if expert > 1 and shard == 1:
-        data = {"dp": size // expert, "ep": expert}
-    elif expert > 1:
-        data = {"dp_replicate": size // shard, "efsdp": shard // expert, "ep": expert}
-    cp = {"cp": context} if context > 1 else {}
-    return {"pp": parallel.pipeline.size, **data, **cp, "tp": parallel.tensor.size}
-
-
-def _sharded_sizes(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """As :func:`_mesh_sizes`, with all ranks that shard parameters on one axis."""
-    size, shard = parallel.data_size(world_size), parallel.shard * parallel.context.size
-    data = {"dp_replicate": size // parallel.shard, "dp_shard": shard}
-    return {"pp": parallel.pipeline.size, **data, "tp": parallel.tensor.size}
 
 
 _serials, _serials_alone = itertools.count(), itertools.count(-1, -1)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.torch_internals import expect, patched
+from ..base.replaced_in_torch import patched
+from ..base.torch_internals import expect
 
 expect("torch.distributed.distributed_c10d", "torch.distributed.device_mesh.DeviceMesh")
 

@@ -17,7 +17,7 @@ from ..parallel.compiled_blocks import CompiledBlocks
 from ..parallel.materialize import InitialValues
 from ..parallel.microbatches import Batch
 from ..parallel.model_checks import check_model, check_stages
-from ..parallel.model_families import UserPlan, adapter_for, is_of_experts, slices_experts
+from ..parallel.model_families import ModelAdapter, UserPlan, adapter_for, is_of_experts, slices_experts
 from ..pipeline.tied_stages import SharedParameter, shared_parameters
 from ..precision.choose_float8_layers import Choice, choose_layers
 from ..precision.fp32_routers import check_grouped_products
@@ -73,20 +73,8 @@ def plan_model(
     check_optimizers(optimizers, names_of)
     check_same_settings(optimizers, names_of, context.device)
     adapter = adapter_for(model)
-    styles = numerics.plan(adapter, plan, context)
-    experts = adapter.experts(plan, config.parallel.expert)
-    both = config.parallel.tensor.size > 1
-    own = {name for name, style in styles.items() if is_of_experts(style) or (both and slices_experts(style))}
-    experts |= {name: styles[name] for name in own & experts.keys()}
-    styles = {name: style for name, style in styles.items() if name not in experts}
-    float8 = None
-    if config.precision.float8 is not None:
-        dims: dict[str, int] = {}
-        if styles:
-            from ..parallel.tensor.sharding_plan import sharded_dims
-
-            dims = sharded_dims(styles)
-        float8 = choose_layers(model, config.precision.float8, dims, context.tensor_axis.size)
+    styles, experts = _styles(adapter, plan, numerics, context)
+    float8 = _float8_layers(model, styles, context)
     initial_values, own_loss = adapter.initial_values(), adapter.own_loss()
     stages = adapter.stages(config.parallel.pipeline, styles)
     adapter.move_biases()
@@ -112,6 +100,32 @@ def plan_model(
         initial_values=initial_values,
         own_loss=own_loss,
     )
+
+
+def _styles(
+    adapter: ModelAdapter, plan: UserPlan | None, numerics: Numerics, context: ParallelContext
+) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyle]]:
+    """:attr:`ModelPlan.styles` and :attr:`ModelPlan.experts`."""
+    parallel = context.config.parallel
+    styles = numerics.plan(adapter, plan, context)
+    experts = adapter.experts(plan, parallel.expert)
+    both = parallel.tensor.size > 1
+    own = {name for name, style in styles.items() if is_of_experts(style) or (both and slices_experts(style))}
+    experts |= {name: styles[name] for name in own & experts.keys()}
+    return {name: style for name, style in styles.items() if name not in experts}, experts
+
+
+def _float8_layers(model: nn.Module, styles: Mapping[str, ParallelStyle], context: ParallelContext) -> Choice | None:
+    """:attr:`ModelPlan.float8`."""
+    options = context.config.precision.float8
+    if options is None:
+        return None
+    dims: dict[str, int] = {}
+    if styles:
+        from ..parallel.tensor.sharding_plan import sharded_dims
+
+        dims = sharded_dims(styles)
+    return choose_layers(model, options, dims, context.tensor_axis.size)
 
 
 def sequence_axis(context: ParallelContext, numerics: Numerics) -> SequenceAxis | None:

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.dtensor import is_dtensor
 from ..base.errors import ConfigError
-from ..base.torch_internals import expect, redispatch_function
+from ..base.replaced_in_torch import redispatch_function
+from ..base.torch_internals import expect
 from ..distributed.token_positions import ACTIVE
 from . import attention as products
 from . import covered_functions as names

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError
-from ..base.torch_internals import patched
+from ..base.replaced_in_torch import patched
 from ..distributed.context import ParallelContext
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import ConfigError, require
-from ..base.torch_internals import patched
+from ..base.replaced_in_torch import patched
 from ..distributed.context import Axis
 from ..parallel.context_axis.cut_sequences import SequenceAxis
 from ..parallel.context_axis.stages_on_cut_sequences import SequenceInputs

@@ -1,34 +1,28 @@
-"""Where values that are not finite were seen, while a window runs again: hooks on each module, parameter and node.
+"""Checks for values that are not finite, while a window runs again: hooks on each module, parameter and node.
 
 **Forward.** Every module of every stage has hooks before and after its forward. A module with finite inputs and a
 non-finite output has produced the value. If a module receives a non-finite value that no module returned, the
 enclosing module has produced it. Outputs are checked before and after the hooks of tensor parallelism: these reduce
 over ranks, so only the check before them identifies the rank.
 
-**Backward.** Hooks check each node of autograd's graph (:class:`GraphHooks`). Hooks on parameters check each
+**Backward.** Hooks check each node of autograd's graph (:mod:`.nonfinite_graph_hooks`). Hooks on parameters check each
 microbatch's gradient apart from the sum. Only they work inside reentrant checkpointing, whose graph is created in the
 backward.
 
-**Order.** The first value is that which one process would compute first, not the first in time: by call, microbatch,
-forward before backward, stage (reversed in the backward), then position in the sequence of checks, which is the same on
-all tensor ranks of a stage. Infinities in a forward with a finite loss are often intended, as in a mask. They count
-only if the backward of a module that had one in its forward fails.
+Which value is the first: :mod:`.nonfinite_sightings`.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..base.torch_internals import expect
 from ..base.trees import children, map_tensors, tensors
 from ..base.uncompiled import unwatched
 from ..base.wrapped_models import class_name, plain_name
@@ -36,13 +30,10 @@ from ..distributed.context import ParallelContext
 from ..parallel.microbatches import Batch
 from ..pipeline.stage import Stage, Stages
 from ..precision.repeated_forwards import contexts_of_now
-from ..scaling.overflow_report import During, Origin, RankCoordinates, flaw, gather_findings, largest_finite
+from ..scaling.overflow_report import flaw
 from .nonfinite_experts import ExpertTokens
-
-if TYPE_CHECKING:
-    from ..parallel.context_axis.cut_sequences import SequencePlaces
-
-expect("torch._C._autograd")
+from .nonfinite_graph_hooks import GraphHooks
+from .nonfinite_sightings import AFTER_NODES, Sightings, StagePass
 
 BATCH = "the batch"
 CAST = "the cast of the batch to the compute dtype"
@@ -52,181 +43,6 @@ INPUT = "the model's input"
 """In a loop without an engine: what a function of the user's makes of the batch for the model."""
 FORWARDS = ("forward", "loss")
 """Spans in which a forward runs. The recomputation of checkpointing runs in a backward span and is not checked."""
-
-Position = tuple[int, int, int]
-AFTER_NODES: Position = (1, 0, 0)
-"""The position of what parameter hooks and sums see; larger than that of any node."""
-
-PASSING = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
-"""Names of autograd nodes that may lie between a parameter and its use: casts and views."""
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-COLLECTIVES = (
-    *("Redistribute", "FromTorchTensor", "AllReduce", "AllGather", "ReduceScatter", "AllToAll", "ExchangeRows"),
-    *("OfQueries", "OfHeads"),  # attention over the context axis
-)
-"""Substrings of the names of nodes whose gradients may come from other ranks."""
-
-
-class StagePass(NamedTuple):
-    """One microbatch on one stage, of one call of ``forward_backward``."""
-
-    call: int
-    microbatch: int
-    stage: int
-
-
-class Sighting(NamedTuple):
-    """The first non-finite value of one pass of one microbatch through one stage, on one rank."""
-
-    order: tuple[Any, ...]
-    """Sorts them as one process would compute their values."""
-    batch: tuple[int, int, int]
-    """Data rank, call and microbatch."""
-    origin: Origin
-    met_in_forward: bool
-    """For a backward: whether the module had non-finite values in the forward of the same microbatch."""
-
-
-class Sightings:
-    """What this rank has seen in one run of a window."""
-
-    def __init__(self, context: ParallelContext | None) -> None:
-        self._context = context
-        self.places: SequencePlaces | None = None
-        """Of the values of the batch that runs; None: sequences are whole, or what cuts them is not known."""
-        self._first: dict[tuple[StagePass, bool], Sighting] = {}  # key: pass, is backward
-        self.met: set[tuple[int, int, str]] = set()
-        """Call, microbatch and module of forwards that had a non-finite value."""
-        self.failed: set[tuple[int, int, int]] = set()
-        """The microbatches (:meth:`batch`) whose loss is not finite."""
-
-    def has_backward(self, at: StagePass | None = None) -> bool:
-        """Whether the backward of ``at`` already has a value, or any backward; only the first of each is kept."""
-        return any(backward for _, backward in self._first) if at is None else (at, True) in self._first
-
-    def batch(self, at: StagePass) -> tuple[int, int, int]:
-        """The microbatch of ``at``, unique over data ranks."""
-        return self._context.dp.rank if self._context else 0, at.call, at.microbatch
-
-    def add(
-        self,
-        during: During,
-        module: str,
-        value: torch.Tensor,
-        at: StagePass,
-        position: Position,
-        *,
-        received: bool = False,
-        **details: Any,
-    ) -> None:
-        """Record a tensor with a non-finite element (any dims and dtype), unless its pass already has one.
-
-        Args:
-            position: in the sequence of checks of the pass and stage. Comparable between tensor ranks.
-            received: whether it was seen in the inputs of the module or operation.
-            details: ``parameter``, ``weight``, ``operation`` and ``experts`` of the :class:`Origin`.
-        """
-        backward = during != "forward"
-        if (at, backward) in self._first:
-            return
-        kind = flaw(value)
-        assert kind is not None
-        place = RankCoordinates.here(self._context, at.stage)
-        origin = Origin(
-            during=during,
-            module=module,
-            place=place,
-            kind=kind,
-            call=at.call,
-            microbatch=at.microbatch,
-            largest=largest_finite(value),
-            **details,
-        )
-        if self.places is not None and origin.parameter is None:
-            origin = replace(origin, positions=self.places.not_finite(value))
-        stage = -at.stage if backward else at.stage
-        order = (at.call, at.microbatch, backward, stage, position, received, place.rank)
-        met = during == "backward" and (at.call, at.microbatch, module) in self.met
-        self._first[at, backward] = Sighting(order, self.batch(at), origin, met)
-
-    def origin(self) -> Origin | None:
-        """The first value over all ranks, the same on every rank; None if there is none. A world collective."""
-        everyone = [seen for (seen,) in gather_findings([(list(self._first.values()), self.failed)])]
-        sightings = [sighting for of_rank, _ in everyone for sighting in of_rank]
-        failed = {batch for _, batches in everyone for batch in batches}
-        failed |= {sighting.batch for sighting in sightings if sighting.met_in_forward}
-        counted = [seen for seen in sightings if seen.origin.during != "forward" or seen.batch in failed]
-        return min(counted, key=lambda sighting: sighting.order).origin if counted else None
-
-
-class GraphHooks:
-    """Hooks on the nodes of autograd's graph.
-
-    A hook sees the gradients that enter and leave its node (local tensors of DTensors). A node belongs to the innermost
-    module that ran when the node was created. autograd numbers nodes in the order of creation (``Node._sequence_nr``),
-    so recording the number where each module begins and ends is enough. This holds for every schedule, for a split
-    backward, for tied weights and for activation checkpointing.
-    """
-
-    def __init__(self, names: Mapping[int, str], seen: Sightings) -> None:
-        self._names = names  # parameter names by id()
-        self._seen = seen
-        self._numbers: list[int] = []  # first sequence number of each module run
-        self._modules: list[str] = []  # the module of each entry of _numbers
-
-    def begin(self, module: str) -> None:
-        """Assign the nodes that autograd creates from now on to ``module``."""
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._modules.append(module)
-
-    @property
-    def start(self) -> Position:
-        """A position in the backward before all nodes."""
-        return -len(self._numbers), 0, 0
-
-    def follow(self, outputs: Iterable[Any], at: StagePass) -> None:
-        """Register a hook on each node that ``outputs`` depend on."""
-        nodes = [leaf.grad_fn for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        known = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            node.register_hook(self._hook(node, at))
-            for next_, _ in node.next_functions:
-                if next_ is not None and next_ not in known and next_.name() != ACCUMULATE:
-                    known.add(next_)
-                    nodes.append(next_)
-
-    def _hook(self, node: Any, at: StagePass) -> Callable[[Any, Any], None]:
-        """The hook of ``node``, called with the gradients that leave and that enter it; no cycle to the node."""
-        number, operation = node._sequence_nr(), node.name()
-        index = bisect.bisect_right(self._numbers, number) - 1
-        module, seen = self._modules[index], self._seen
-        # Values of tensor ranks are ordered by position. Ranks run the same modules, so module indices compare. Nodes
-        # in a module may differ between ranks; nodes of collectives come last, to blame the rank that computed a value.
-        position = (-index, any(name in operation for name in COLLECTIVES), self._numbers[index] - number)
-        parameters = [self._parameter_behind(next_) for next_, _ in node.next_functions]
-
-        def check(gradients: Sequence[torch.Tensor | None], received: Sequence[torch.Tensor | None]) -> None:
-            if seen.has_backward(at):
-                return
-            bad = [index for index, gradient in enumerate(gradients) if flaw(gradient)]
-            entered = next((gradient for gradient in received if flaw(gradient)), None)
-            value = entered if entered is not None else gradients[bad[0]] if bad else None
-            if value is None:
-                return
-            # If an activation's gradient is bad too, the operation is to blame, not a single weight's gradient.
-            only = entered is None and all(parameters[index] is not None for index in bad)
-            parameter = parameters[bad[0]] if only else None
-            details = {"parameter": parameter, "operation": operation}
-            seen.add("backward", module, value, at, position, received=entered is not None, **details)
-
-        return check
-
-    def _parameter_behind(self, node: Any) -> str | None:
-        """The name of the parameter whose gradient goes to ``node``; None for an activation."""
-        while node is not None and node.name() in PASSING:
-            node = node.next_functions[0][0]
-        return None if node is None or node.name() != ACCUMULATE else self._names.get(id(node.variable))
 
 
 class Tracer:

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
-from ..base.torch_internals import patched, take
+from ..base.replaced_in_torch import patched
+from ..base.torch_internals import take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, tensors
 from .attributes_of_trace import CONSTANT, OF_ALL, Attributes
 from .generators_of_trace import Generators

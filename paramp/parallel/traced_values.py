@@ -27,7 +27,8 @@ from torch import fx, nn
 
 from ..base.errors import shown_line
 from ..base.module_surgery import named_tensors
-from ..base.torch_internals import patched, take
+from ..base.replaced_in_torch import patched
+from ..base.torch_internals import take
 
 QUESTIONS = "questions"
 """The key of a node's ``meta`` for the questions about the class of its value."""

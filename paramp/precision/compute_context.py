@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..base.torch_internals import REPLACED, replace_kernels
+from ..base.replaced_in_torch import REPLACED, replace_kernels
 from .autocast_kernels import KEYS, depth, narrowed, operator_kernels
 from .capabilities import has_native_fp16
 from .fp16_emulation_cpu import emulate_fp16, fp16_kernels

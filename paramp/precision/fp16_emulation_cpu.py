@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..base.torch_internals import REPLACED, expect, replace_kernels
+from ..base.replaced_in_torch import REPLACED, replace_kernels
+from ..base.torch_internals import expect
 
 expect("torch._C.DispatchKey", "torch.ops.aten")
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import paramp
+from paramp.base import replaced_in_torch as replaced
 from paramp.base import torch_internals as internals
 
 PACKAGE = Path(paramp.__file__).parent
@@ -178,8 +179,8 @@ def test_redispatch_in_python_lets_a_mode_see_what_a_function_calls():
             ]
         return mode.names, results
 
-    names, results = seen(internals._redispatch)
+    names, results = seen(replaced._redispatch)
     assert {"softmax", "normal_", "einsum", "__rsub__"} < set(names)
-    expected_names, expected = seen(internals.redispatch_function)
+    expected_names, expected = seen(replaced.redispatch_function)
     torch.testing.assert_close(results, expected, atol=0, rtol=0)
     assert names == expected_names

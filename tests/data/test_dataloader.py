@@ -114,6 +114,14 @@ class Hidden(Told):
         return order_of(self.told)
 
 
+class HiddenAtTheEnd(Hidden):
+    """One that counts a pass once its last item was read."""
+
+    def __iter__(self):
+        yield from order_of(self.told)
+        self.epoch += 1
+
+
 class Once(Stream):
     """A data set or a sampler that is its own iterator, and used up by the first iteration."""
 
@@ -374,6 +382,16 @@ def test_a_sampler_that_shards_itself_keeps_what_the_script_has_told_it_since_th
     loader.load_state_dict({"epoch": 2, "given": 0})
     flat(epoch(loader))
     assert sampler.epoch == 2
+    batches = iter(loader)
+    next(batches)
+    sampler.epoch = 9  # in a pass, for the next one
+    assert len([*batches]) == 7
+    flat(epoch(loader))
+    assert sampler.epoch == 9
+    for kind in (Hidden, HiddenAtTheEnd):  # their own count is no call of the script's
+        own = kind()
+        loader = shard_loader(DataLoader(Numbers(20), sampler=own), 0, 1, 5)
+        assert [(epoch(loader), own.told)[1] for _ in range(3)] == [0, 1, 2]
 
 
 def test_the_rest_of_an_epoch_has_the_number_that_it_began_with():

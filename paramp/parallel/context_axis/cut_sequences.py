@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from ...base.collectives import all_gather_single, all_reduce_
 from ...base.dtensor import is_dtensor, local, resized, version
 from ...base.errors import ConfigError
-from ...base.torch_internals import patched
+from ...base.replaced_in_torch import patched
 from ...base.trees import leaves, map_tensors
 from ...base.uncompiled import uncompiled
 from ...distributed.context import Axis

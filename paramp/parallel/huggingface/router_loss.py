@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ...base.errors import ConfigError
-from ...base.torch_internals import patched
+from ...base.replaced_in_torch import patched
 from ..expert_balance import DROPPED, StepCounts, num_chosen
 from ..recognize_stacked_experts import num_experts
 from .tokens_that_balance_experts import shown
