@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..base.torch_internals import patched, take
+from ..base.replaced_in_torch import patched
+from ..base.torch_internals import take
 from .traced_values import line_of, users_frame
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")

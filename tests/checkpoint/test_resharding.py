@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from families import cases, family
+from layouts import layouts
 from matrix import from_small_scale
 from pool import on_ranks, run_on_ranks, shared_folder
 from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part, train_step
@@ -16,15 +17,8 @@ from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.parallel.tensor.colwise_and_rowwise import PackedRowwise
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
-LAYOUTS = {
-    "fsdp4": {"data": {"shard": 4}},
-    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
-    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
-    "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}},
-    "fsdp2·pp2, two stages a rank": {"data": {"shard": 2}, "pipeline": TWO_STAGES},
-    "dp2·tp2 + zero1": {"tensor": 2, "zero": 1},
-    "pp2·dp2 + zero1": {"pipeline": {"size": 2, "microbatches": 2}, "zero": 1},
-}
+LAYOUTS = layouts("fsdp4, hsdp2x2, fsdp2·tp2, fsdp2·pp2, dp2·tp2 + zero1, pp2·dp2 + zero1")
+LAYOUTS["fsdp2·pp2, two stages a rank"] = {"data": {"shard": 2}, "pipeline": TWO_STAGES}
 PLAN = {"table": "vocab", "blocks.*.packed": "packed_colwise_3", "blocks.*.back": PackedRowwise(3)}
 PLAN |= {"head": "colwise_gather"}
 

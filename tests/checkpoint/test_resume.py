@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from families import cases, family
+from layouts import sized_layouts
 from matrix import from_small_scale
 from pool import run_on_ranks
 from reference import ROUNDING, UNITS_LOSS, batches, local, small_gpt
@@ -14,21 +15,9 @@ from torch import nn
 import paramp
 
 TWO_STAGES = {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 4}
-LAYOUTS = {
-    "1": (1, {}),
-    "tp4": (4, {"tensor": 4}),
-    "pp4": (4, {"pipeline": 4}),
-    "pp2·tp2": (4, {"pipeline": 2, "tensor": 2}),
-    "dp2·tp2": (4, {"data": 2, "tensor": 2}),
-    "dp4 + zero1": (4, {"data": 4, "zero": 1}),
-    "dp2·tp2 + zero1": (4, {"data": 2, "tensor": 2, "zero": 1}),
-    "pp2·dp2 + zero1": (4, {"pipeline": 2, "data": 2, "zero": 1}),
-    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
-    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
-    "cp2·tp2": (4, {"context": 2, "tensor": 2}),
-    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": 2}),
-    "pp2·tp2, two stages a rank": (4, {"pipeline": TWO_STAGES, "tensor": 2}),
-}
+LAYOUTS = sized_layouts("1, tp4, pp4, pp2·tp2, dp2·tp2, dp4 + zero1, dp2·tp2 + zero1, pp2·dp2 + zero1")
+LAYOUTS |= sized_layouts("hsdp2x2, fsdp2·tp2, cp2·tp2, fsdp2·pp2")
+LAYOUTS["pp2·tp2, two stages a rank"] = 4, {"pipeline": TWO_STAGES, "tensor": 2}
 BEFORE, AFTER = 3, 5
 
 

@@ -33,6 +33,18 @@ MISSING = [
     ("composer.functional", "apply_blurpool", "your own loop"),
     ("composer.algorithms", "EMA", "apply"),
     ("composer.algorithms", "GradientClipping", "clip_grad_norm"),
+    # Of modules that are not there either, but can be imported.
+    ("apex.contrib.xentropy", "SoftmaxCrossEntropyLoss", "use torch.nn.CrossEntropyLoss"),
+    ("apex.transformer.tensor_parallel.layers", "ColumnParallelLinear", "plan"),
+    ("apex.normalization.instance_norm", "InstanceNorm3dNVFuser", "InstanceNorm3d"),
+    ("apex.parallel.LARC", "LARC", "clip_grad_norm_"),
+    ("colossalai.zero", "ZeroOptimizer", r"parallel=dict\(zero=1\)"),
+    ("colossalai.zero.sharded_model", "ShardedModelV2", r"data=dict\(shard=2\)"),
+    ("colossalai.booster", "Booster", "paramp.initialize"),
+    ("colossalai.nn.optimizer", "HybridAdam", "nothing is offloaded"),
+    ("colossalai.builder", "build_pipeline_model", "pipeline=2"),
+    ("composer.trainer", "Trainer", "write the loop"),
+    ("composer.core.callback", "Callback", "write the loop"),
 ]
 
 
@@ -52,19 +64,6 @@ def test_other_names_are_as_elsewhere():
 # ---------------------------------------------------------------------------------------------------- whole modules
 
 LIBRARIES = {"apex": apex, "colossalai": colossalai, "composer": composer}
-WITH_ALTERNATIVES = [
-    ("apex.contrib.xentropy", "SoftmaxCrossEntropyLoss", "use torch.nn.CrossEntropyLoss"),
-    ("apex.transformer.tensor_parallel.layers", "ColumnParallelLinear", "plan"),
-    ("apex.normalization.instance_norm", "InstanceNorm3dNVFuser", "InstanceNorm3d"),
-    ("apex.parallel.LARC", "LARC", "clip_grad_norm_"),
-    ("colossalai.zero", "ZeroOptimizer", r"parallel=dict\(zero=1\)"),
-    ("colossalai.zero.sharded_model", "ShardedModelV2", r"data=dict\(shard=2\)"),
-    ("colossalai.booster", "Booster", "paramp.initialize"),
-    ("colossalai.nn.optimizer", "HybridAdam", "nothing is offloaded"),
-    ("colossalai.builder", "build_pipeline_model", "pipeline=2"),
-    ("composer.trainer", "Trainer", "write the loop"),
-    ("composer.core.callback", "Callback", "write the loop"),
-]
 FOUND = [
     ("apex.normalization.fused_layer_norm", "FusedLayerNorm", apex.normalization.FusedLayerNorm),
     ("apex.parallel.distributed", "DistributedDataParallel", apex.parallel.DistributedDataParallel),
@@ -80,13 +79,6 @@ FOUND = [
 PLACES = {"paramp": paramp, "torch": torch, "engine": paramp.Engine, "amp": apex.amp, **LIBRARIES}
 NAMES = rf"\b(?:{'|'.join(PLACES)})\.[\w.]*\w"
 SETTINGS = r"\b(parallel|precision|activation_checkpointing|compile)=(dict\((?:[^()]|\([^()]*\))*\)|'.*?'|\w+)"
-
-
-@pytest.mark.parametrize(("module", "name", "instead"), WITH_ALTERNATIVES)
-def test_a_module_that_is_not_there_is_imported_and_says_what_to_use(module, name, instead):
-    found = importlib.import_module(f"paramp.compat.{module}")
-    with pytest.raises(ImportError, match=f"has no {name}: .*{instead}"):
-        getattr(found, name)
 
 
 @pytest.mark.parametrize(("module", "name", "value"), FOUND)

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from layouts import sized_layouts
+from matrix import ALL_LAYOUTS
 
 import paramp
 from paramp.compat.colossalai.amp import AMP_TYPE
@@ -315,11 +318,7 @@ def test_colossalais_number_of_microbatches_counts_in_every_configuration():
         ("run.py", "import os\n_private = 1\nparalell = dict(tensor=2)\n", r"paralell: no such key.*'parallel'"),
         ("run.py", "hang_timout = None\n", r"hang_timout: no such key.*'hang_timeout'"),
         ("run.py", "import torch\ngrad_dtyp = torch.float32\n", r"grad_dtyp: no such key.*'grad_dtype'"),
-        (
-            "run.py",
-            "import numpy as np\nprecision = np.float16\n",
-            r"precision: got <class 'numpy\.float16'>",
-        ),
+        ("run.py", "import numpy as np\nprecision = np.float16\n", r"precision: got <class 'numpy\.float16'>"),
         ("run.py", "from numpy import float32\ngrad_dtyp = float32\n", r"grad_dtyp: no such key.*'grad_dtype'"),
         *(
             ("run.py", f"import numpy, torch, paramp.config.schema as of\n{name} = {value}\n", f"{name}: no such key")
@@ -376,6 +375,12 @@ def test_the_data_axis_fills_the_world(parallel, fits, size, does_not, message):
         found.data_size(does_not)
     if parallel.get("data") == {"shard": 2}:
         assert (found.shard, found.least_world_size) == (2, 4)
+
+
+def test_layouts_that_tests_name_are_those_of_the_support_matrix():
+    plain = {name: one for name, one in ALL_LAYOUTS.items() if re.fullmatch(r"\S+( \+ \S+)?", name)}
+    assert len(plain) > 20
+    assert sized_layouts(", ".join(plain)) == plain
 
 
 def test_flatten_gives_plain_values_for_objects_of_any_type():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from beside_plain import launch_with_compiler as launch
 from families import family, rarely
+from layouts import layouts
 from mixtures import build
 from pool import on_ranks
 from reference import SMALL_MOE, batches, settled, small_moe
@@ -101,15 +102,8 @@ def test_accumulated_batches_balance_over_all_of_them(way):
     check_moe(ACCUMULATED, **WAYS[way])
 
 
-PP2 = {"size": 2, "microbatches": 4}
-TWO = {name: {"parallel": {"pipeline": {**PP2, "schedule": name}}} for name in SCHEDULES}
-TWO |= {
-    "dp2": {"parallel": {"data": 2}},
-    "ep2": {"parallel": {"expert": 2}},
-    "cp2": {"parallel": {"context": 2}},
-    "fsdp2": {"parallel": {"data": {"shard": 2}}},
-    "tp2": {"parallel": {"tensor": 2}},
-}
+TWO = {name: {"pipeline": {"size": 2, "microbatches": 4, "schedule": name}} for name in SCHEDULES}
+TWO |= layouts("dp2, ep2, cp2, fsdp2, tp2")
 CASES = [(layout, num_calls, way) for layout in TWO for num_calls in (1, ACCUMULATED) for way in ("none", "full")]
 BY_DEFAULT = [("dp2", ACCUMULATED, "none"), ("1f1b", 1, "full"), ("ep2", ACCUMULATED, "full"), ("cp2", 3, "none")]
 
@@ -118,23 +112,17 @@ BY_DEFAULT = [("dp2", ACCUMULATED, "none"), ("1f1b", 1, "full"), ("ep2", ACCUMUL
 @pytest.mark.parametrize(("layout", "num_calls", "way"), rarely(CASES, *BY_DEFAULT))
 @on_ranks(2)
 def test_accumulated_batches_of_two_ranks_balance_over_all_of_them(world, layout, num_calls, way):
-    check_moe(num_calls, **TWO[layout], **WAYS[way])
+    check_moe(num_calls, parallel=TWO[layout], **WAYS[way])
 
 
-FOUR = {
-    "ep2·pp2": {"parallel": {"expert": 2, "pipeline": PP2}},
-    "ep2·tp2": {"parallel": {"expert": 2, "tensor": 2}},
-    "fsdp2·pp2": {"parallel": {"data": {"shard": 2}, "pipeline": PP2}},
-    "cp2·pp2": {"parallel": {"context": 2, "pipeline": PP2}},
-    "dp2·cp2": {"parallel": {"data": 2, "context": 2}},
-}
+FOUR = layouts("ep2·pp2, ep2·tp2, fsdp2·pp2, cp2·pp2, dp2·cp2", microbatches=4)
 
 
 @family
 @pytest.mark.parametrize("layout", rarely(FOUR, "ep2·pp2"))
 @on_ranks(4)
 def test_accumulated_batches_of_four_ranks_balance_over_all_of_them(world, layout):
-    check_moe(ACCUMULATED, **FOUR[layout], **WAYS["full"])
+    check_moe(ACCUMULATED, parallel=FOUR[layout], **WAYS["full"])
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
@@ -217,14 +205,14 @@ def test_accumulated_batches_of_mixtral_balance_over_all_of_them(way):
 @pytest.mark.parametrize(("layout", "num_calls", "way"), rarely(CASES, ("1f1b", 1, "none"), ("ep2", 3, "full")))
 @on_ranks(2)
 def test_accumulated_batches_of_mixtral_balance_on_two_ranks(world, layout, num_calls, way):
-    check_mixtral(num_calls, **TWO[layout], **WAYS[way])
+    check_mixtral(num_calls, parallel=TWO[layout], **WAYS[way])
 
 
 @family
 @pytest.mark.parametrize("layout", rarely(FOUR, "cp2·pp2"))
 @on_ranks(4)
 def test_accumulated_batches_of_mixtral_balance_on_four_ranks(world, layout):
-    check_mixtral(ACCUMULATED, **FOUR[layout], **WAYS["full"])
+    check_mixtral(ACCUMULATED, parallel=FOUR[layout], **WAYS["full"])
 
 
 # ------------------------------------------------------------------------------------------------- steps and failures

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from beside_plain import randn, seeded
 from counting import Collectives
 from families import rarely
-from pool import on_ranks, run_on_ranks, shared_folder
+from layouts import sized_layouts
+from pool import on_ranks, shared_folder
 from reference import assert_trained
 from small_engines import assert_same_tensors, engine_of, own_part, sgd, train_step
 from torch import nn
@@ -122,33 +123,21 @@ def test_labels_under_another_keyword_without_a_target(mode, loop):
 # ----------------------------------------------------------------------------------------------------- changing counts
 
 PP2 = {"pipeline": {"size": 2, "microbatches": 2}}
-LAYOUTS = {
-    "1": (1, {}),
-    "dp2": (2, {"data": 2}),
-    "zero1": (2, {"data": 2, "zero": 1}),
-    "fsdp2": (2, {"data": {"shard": 2}}),
-    "tp2": (2, {"tensor": 2}),
-    "pp2": (2, PP2),
-    "dp4": (4, {"data": 4}),
-    "pp2-dp2": (4, PP2 | {"data": 2}),
-    "zbv-dp2": (4, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}, "data": 2}),
-}
+LAYOUTS = sized_layouts("1, dp2, dp2-zero1, fsdp2, tp2, pp2, dp4, pp2-dp2", microbatches=2)
+LAYOUTS["zbv-dp2"] = 4, {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}, "data": 2}
 FACTORS = [1.0, HUGE, 1.0, 1.0, HUGE, HUGE, None, HUGE, HUGE, 1.0, None, None, 1.0, 1.0, HUGE]
 """What the counts of each window are multiplied by; None: a window of means."""
 SCALES = [("16-mixed", 2.0**12, 1), ("16-naive", 2.0**12, 2), ("16-naive", 2.0**-7, 2), ("16-mixed", 2.0**-7, 1)]
 """Gradients of the first scale overflow if the unit is too small; those of the second are 0 if it is too large."""
 
 
-@pytest.mark.parametrize("layout", rarely(LAYOUTS, "1", "zero1", "fsdp2", "zbv-dp2"))
-def test_the_unit_follows_counts(layout):
+@pytest.mark.parametrize("layout", rarely(LAYOUTS, "1", "dp2-zero1", "fsdp2", "zbv-dp2"))
+@on_ranks(lambda layout: LAYOUTS[layout][0])
+def test_the_unit_follows_counts(world, layout):
     """Windows whose counts change, ragged over samples, so over microbatches and data ranks too.
 
     Data ranks agree on the unit only in windows for which all of them expect counts: none waits for another.
     """
-    run_on_ranks(LAYOUTS[layout][0], __name__, "follow_counts", {"layout": layout})
-
-
-def follow_counts(world, layout):
     for mode, init_scale, accumulation in SCALES[[*LAYOUTS].index(layout) % 2 :: 2]:
         precision = {"mode": mode, "init_scale": init_scale, "min_scale": 2.0**-20}
         config = {"parallel": LAYOUTS[layout][1], "precision": precision, "gradient_accumulation": accumulation}
@@ -297,15 +286,11 @@ def test_the_first_windows_of_counts_after_means_have_the_unit_of_the_last_count
 
 
 @on_ranks(2)
-def test_a_mean_after_a_window_that_failed_leaves_the_next_counts_a_unit_of_their_own(world):
-    found = units([(3.0,), (math.nan,), (None,), (48.0,)], parallel={"data": 2})
-    assert [unit for unit, _ in found] == pytest.approx([16.0, math.nan, 256.0], rel=0.01, nan_ok=True)
-
-
-@on_ranks(2)
-def test_counts_after_a_first_window_that_failed_have_a_unit_of_their_own(world):
-    found = units([(math.nan,), (48.0,)], parallel={"data": 2})
-    assert [unit for unit, _ in found] == pytest.approx([256.0], rel=0.01)
+def test_counts_after_a_window_that_failed_have_a_unit_of_their_own(world):
+    """Also after a mean behind it, and after a first one."""
+    for windows, expected in (((3.0, math.nan, None, 48.0), [16.0, math.nan, 256.0]), ((math.nan, 48.0), [256.0])):
+        found = units([(weight,) for weight in windows], parallel={"data": 2})
+        assert [unit for unit, _ in found] == pytest.approx(expected, rel=0.01, nan_ok=True)
 
 
 class NameOfCpu(str):
@@ -396,11 +381,8 @@ def test_an_invalid_count_raises_on_every_rank(world, layout, loop):
 
 
 @pytest.mark.parametrize("layout", ["1", "dp2", "pp2"])
-def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_next(layout):
-    run_on_ranks(LAYOUTS[layout][0], __name__, "learn_of_a_count_late", {"layout": layout})
-
-
-def learn_of_a_count_late(world, layout):
+@on_ranks(lambda layout: LAYOUTS[layout][0])
+def test_a_count_that_only_the_device_knows_skips_the_step_and_raises_at_the_next(world, layout):
     precision = {"mode": "16-mixed", "init_scale": 256.0}
     with paramp.launch_from_torch({"parallel": LAYOUTS[layout][1], "precision": precision}) as context:
         criterion, model = Weighted(), two_layers()

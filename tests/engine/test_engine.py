@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from beside_plain import seeded
 from counting import Collectives
 from families import rarely
+from layouts import layouts
 from pool import on_ranks
 from reference import assert_trained, batches, local, plain_fp32_training, small_gpt, steep_gpt
 from small_engines import each_raises, engine_of, everywhere, gpt_engine, own_part, sgd, train_step
@@ -22,12 +23,7 @@ import paramp
 from paramp.base.dtensor import full_tensor
 from paramp.compat.colossalai.amp import AMP_TYPE
 
-LAYOUTS = {
-    "pp2-tp2": {"pipeline": 2, "tensor": 2},
-    "dp2-tp2": {"data": 2, "tensor": 2},
-    "pp2-dp2": {"pipeline": 2, "data": 2},
-    "dp4": {"data": 4},
-}
+LAYOUTS = layouts("pp2-tp2, dp2-tp2, pp2-dp2, dp4")
 CLIP = 2.0
 """Some of the steps below are clipped, and some are not, so that a wrong size of the gradients is not clipped away."""
 momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -159,11 +155,11 @@ COLLECTIVES = {
 @on_ranks(4)
 def test_the_collectives_of_a_step_are_few(world):
     """One control all-reduce a step. Besides it: data gradients, tied embeddings and partial gradients, one each."""
-    size = 9 + sum(1 for _ in small_gpt().parameters())  # which of them have gradients
+    size = 9 + sum(1 for _ in small_gpt(num_layers=2).parameters())  # which of them have gradients
     for layout, (parallel, expected) in COLLECTIVES.items():
         fp16 = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "log_num_zeros_in_grad": True}
         with paramp.launch_from_torch({"parallel": parallel, "fp16": fp16, "clip_grad_norm": 1.0}) as context:
-            engine = gpt_engine()
+            engine = gpt_engine(num_layers=2)
             for overflows in (False, False, True):
                 engine.forward_backward(*own_part(context, *next(batches(1))), return_loss=False)
                 if overflows and world.rank == 3:

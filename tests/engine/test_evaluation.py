@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import randn, seeded
+from layouts import layouts
 from loader_workers import WORKERS
 from pool import on_ranks
 from small_engines import engine_of
@@ -61,13 +62,8 @@ def build():
     return KeepingDropoutOff(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
 
 
-LAYOUTS = {
-    "dp2": {},
-    "fsdp2": {"data": {"shard": 2}},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": {"size": 2, "microbatches": 4}},
-    "zbv": {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}},
-}
+LAYOUTS = layouts("dp2, fsdp2, tp2, pp2", microbatches=4)
+LAYOUTS["zbv"] = {"pipeline": {"size": 2, "microbatches": 4, "schedule": "zbv"}}
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
@@ -80,9 +76,9 @@ def test_the_loss_of_a_loader_is_the_mean_over_its_samples(world, parallel):
     plain = seeded(build).eval()
     with torch.no_grad():
         means, (total, count) = F.mse_loss(plain(X), Y), counted(plain(X), Y)
-    for criterion, expected in ((F.mse_loss, means), (counted, total / count)):
-        for name in ("plain", "shuffled", "stream", "sampler", "list"):
-            with paramp.launch_from_torch({"parallel": parallel}) as context:
+    for name in ("plain", "shuffled", "stream", "sampler", "list"):
+        with paramp.launch_from_torch({"parallel": parallel}) as context:
+            for criterion, expected in ((F.mse_loss, means), (counted, total / count)):
                 mine = seeded(build)
                 mine[1].eval()
                 engine, _, loader, _ = paramp.initialize(
@@ -148,7 +144,7 @@ def test_evaluating_the_training_loader_leaves_its_position_as_it_was(world, nam
 
         def evaluate():
             before = loader.epoch, loader.state_dict()
-            for given in (loader, Wrapped(loader)):
+            for given in (loader, Wrapped(loader))[name == "workers" :]:  # whose processes start anew in each
                 torch.testing.assert_close(engine.evaluate(given), whole, rtol=1e-5, atol=0)
             assert (loader.epoch, loader.state_dict()) == before
 
@@ -158,7 +154,8 @@ def test_evaluating_the_training_loader_leaves_its_position_as_it_was(world, nam
         found = []
         for x, _ in batches:
             found.append(x.tolist())
-            evaluate()
+            if name != "workers" or len(found) == 2:
+                evaluate()
         assert found == expected[0]
         evaluate()
         assert read(loader) == expected[1]

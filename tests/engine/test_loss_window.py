@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_plain import plain_step, randn, seeded
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import on_ranks, shared_folder
 from reference import assert_trained, batches, small_gpt
 from small_engines import engine_of, own_part, train_step
 from torch import nn
@@ -107,11 +107,8 @@ def test_outputs_that_do_not_join_are_a_failure_of_the_window():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_forward_that_failed_and_is_called_again_is_of_its_window(size):
-    run_on_ranks(size, __name__, "call_again", {})
-
-
-def call_again(world):
+@on_ranks(lambda size: size)
+def test_a_forward_that_failed_and_is_called_again_is_of_its_window(world, size):
     """On one rank, in a loop whose zero_grad changes nothing within a window."""
     with paramp.launch_from_torch({"gradient_accumulation": 2}):
         engine = engine_of(linear())

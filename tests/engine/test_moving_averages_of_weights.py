@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from families import rarely
-from pool import on_ranks, run_on_ranks
+from layouts import layouts
+from pool import on_ranks
 from reference import assert_trained, batches, local, small_gpt, whole
 from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, train_step
 from torch import nn
@@ -14,13 +15,7 @@ from torch import nn
 import paramp
 
 DECAY = 0.75
-LAYOUTS = {
-    "1": {},
-    "tp2": {"tensor": 2},
-    "dp2-zero1": {"zero": 1},
-    "fsdp2": {"data": {"shard": 2}},
-    "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
-}
+LAYOUTS = layouts("1, tp2, dp2-zero1, fsdp2, pp2")
 NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
 
 
@@ -90,11 +85,8 @@ CASES = [
 @pytest.mark.parametrize(
     "number", rarely(range(len(CASES)), 1, 5, 6), ids=["-".join(map(str, case[:2])) for case in CASES]
 )
-def test_averages_follow_the_steps_that_are_made_and_take_the_place_of_weights(number):
-    run_on_ranks(1 if CASES[number][0] == "1" else 2, __name__, "follow", {"number": number})
-
-
-def follow(world, number):
+@on_ranks(lambda number: 1 if CASES[number][0] == "1" else 2)
+def test_averages_follow_the_steps_that_are_made_and_take_the_place_of_weights(world, number):
     layout, precision, make = CASES[number]
     with paramp.launch_from_torch(config(layout, precision)) as context:
         run = Run(context, make)

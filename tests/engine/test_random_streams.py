@@ -10,6 +10,7 @@ import torch
 from commands import ROOT, run, succeeded
 from families import cases, family
 from gpu_cells import on_fake_device
+from layouts import layouts
 from pool import on_ranks, run_on_ranks, shared_folder
 from small_engines import engine_of, train_step
 from small_mixture import PLAN, layers
@@ -19,18 +20,9 @@ import paramp
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.resharding import read_tensor
 
-LAYOUTS = {
-    "1": {},
-    "dp2": {"data": 2},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": 2},
-    "pp2, two stages a rank": {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}},
-    "fsdp2": {"data": {"shard": 2}},
-    "cp2": {"context": 2},
-    "dp2 + zero1": {"data": 2, "zero": 1},
-}
-PRODUCTS = {"pp2·tp2": {"pipeline": 2, "tensor": 2}, "pp2·dp2": {"pipeline": 2, "data": 2}}
-PRODUCTS |= {"dp2·cp2": {"data": 2, "context": 2}}
+LAYOUTS = layouts("1, dp2, tp2, pp2, fsdp2, cp2, dp2 + zero1")
+LAYOUTS["pp2, two stages a rank"] = {"pipeline": {"size": 2, "schedule": "interleaved-1f1b", "microbatches": 2}}
+PRODUCTS = layouts("pp2·tp2, pp2·dp2, dp2·cp2")
 OWN = ("python", "numpy")
 STREAMS = (*OWN, "torch", "stages")
 

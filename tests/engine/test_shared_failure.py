@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from beside_plain import randn, seeded
 from commands import torchrun
 from families import cases, family
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import on_ranks, shared_folder
 from reference import assert_trained
 from small_engines import engine_of, own_part, sgd
 from torch import nn
@@ -150,12 +150,9 @@ PARTS = {"forward": "layer", "backward": "backward", "weight": "backward", "crit
 
 @family
 @pytest.mark.parametrize("layout", cases("a failing batch", LAYOUTS, PART, 1))
-def test_a_batch_that_fails_on_one_rank(layout):
+@on_ranks(lambda layout: 4 if layout == "pp2-dp2" else 2)
+def test_a_batch_that_fails_on_one_rank(world, layout):
     """The second of a window of two, of any layer; a backward of a pipeline in its second microbatch."""
-    run_on_ranks(4 if layout == "pp2-dp2" else 2, __name__, "fail_on_one_rank", {"layout": layout})
-
-
-def fail_on_one_rank(world, layout):
     with started(LAYOUTS[layout], num_layers=4, gradient_accumulation=2) as (context, engine, told):
         pipeline = context.config.parallel.pipeline
         pipelined = pipeline.size > 1

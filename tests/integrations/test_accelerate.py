@@ -14,7 +14,7 @@ import torch
 from accelerating import LAYOUTS, accelerating
 from families import cases, family
 from pages import code_of, difference_of
-from pool import World, on_ranks, run_on_ranks, shared_folder
+from pool import World, on_ranks, shared_folder
 from reference import whole
 from small_mlp import batch, tensor_parallel
 from torch import nn
@@ -127,11 +127,8 @@ PART = [(2, "ddp", "fp16", True), (2, "fsdp", "fp16", False), (2, "tp", "bf16", 
 
 @family
 @arguments(("size", "layout", "precision", "late"), cases("accelerate", EVERYTHING, PART, 2))
-def test_losses_norms_and_weights_are_those_of_one_process(size, layout, precision, late):
-    run_on_ranks(size, __name__, "against_one_process", {"layout": layout, "precision": precision, "late": late})
-
-
-def against_one_process(world, layout, precision, late):
+@on_ranks(lambda size, **_: size)
+def test_losses_norms_and_weights_are_those_of_one_process(world, size, layout, precision, late):
     with accelerating(world, layout, precision, **scaling()) as accelerator:
         losses, norms, scales, found = train(accelerator, world, adopt_late=late)
     expected_losses, expected_norms, expected = in_plain_torch(build, overflow=OVERFLOWS)
@@ -194,11 +191,8 @@ RESUMES = [*((2, layout) for layout in ("ddp", "fsdp")), *((4, layout) for layou
 
 @family
 @arguments(("size", "layout"), cases("accelerate-resume", RESUMES, [(2, "fsdp")], 1))
-def test_resume_at_the_same_scale(size, layout):
-    run_on_ranks(size, __name__, "resumed", {"layout": layout})
-
-
-def resumed(world, layout):
+@on_ranks(lambda size, **_: size)
+def test_resume_at_the_same_scale(world, size, layout):
     folder = str(shared_folder())
     with accelerating(world, layout, "fp16", **scaling()) as accelerator:
         quietly()

@@ -7,7 +7,7 @@ import torch
 from accelerating import accelerating
 from cut_batches import LENGTH, cut_batches
 from families import cases, family
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import on_ranks, shared_folder
 from reference import whole
 from torch import nn
 from torch.nn import functional as F
@@ -134,11 +134,8 @@ PART = [(2, "cp", "own"), (4, "fsdp-cp", "Llama")]
 
 @family
 @pytest.mark.parametrize(("size", "layout", "kind"), cases("accelerate-cp", CELLS, PART, 1))
-def test_losses_norms_and_weights_are_those_of_whole_sequences(size, layout, kind):
-    run_on_ranks(size, __name__, "against_one_process", {"layout": layout, "kind": kind})
-
-
-def against_one_process(world, layout, kind):
+@on_ranks(lambda size, **_: size)
+def test_losses_norms_and_weights_are_those_of_whole_sequences(world, size, layout, kind):
     with accelerating(world, layout, "no", gradient_accumulation_steps=ACCUMULATED) as accelerator:
         losses, norms, found = train(accelerator, kind)
         ended(accelerator)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from families import cases, family
 from pages import difference_of
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import on_ranks, shared_folder
 from small_engines import everywhere
 from small_mlp import batch, build
 from torch import nn
@@ -112,15 +112,11 @@ ON_FOUR = ((2, 2, "folder"), (2, 2, "file"), (1, 4, "file"), (4, 1, "folder"), (
 
 @family
 @pytest.mark.parametrize("name", cases("lightning", ["two ranks", *MODES], ["two ranks"], 1))
-def test_lightnings_trainer_follows_plain_torch(name):
+@on_ranks(lambda name: 2 if name == "two ranks" else 4)
+def test_lightnings_trainer_follows_plain_torch(world, name):
     """On two ranks several modes, else one mode on four."""
-    runs = ON_TWO if name == "two ranks" else [(layout, name) for layout in ON_FOUR]
-    run_on_ranks(2 if name == "two ranks" else 4, __name__, "train_layouts", {"runs": runs})
-
-
-def train_layouts(world, runs):
-    for layout, name in runs:
-        check_layout(layout, name)
+    for layout, mode in ON_TWO if name == "two ranks" else [(layout, name) for layout in ON_FOUR]:
+        check_layout(layout, mode)
 
 
 class Tiny:

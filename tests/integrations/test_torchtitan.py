@@ -16,7 +16,7 @@ import titan
 import torch
 from families import cases, family
 from pages import difference_of, run_code
-from pool import run_on_ranks, shared_folder
+from pool import on_ranks, run_on_ranks, shared_folder
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_runs import spoil
 
@@ -64,11 +64,9 @@ PART = [("dp_shard", True)]
 
 @family
 @pytest.mark.parametrize(("layout", "chunked"), cases("torchtitan", EVERYTHING, PART, 2))
-def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(torchtitan, layout, chunked):
-    run_on_ranks(titan.ranks_of(layout), __name__, "against_stock", {"layout": layout, "chunked": chunked})
-
-
-def against_stock(world, layout, chunked):
+@pytest.mark.usefixtures("torchtitan")
+@on_ranks(lambda layout, **_: titan.ranks_of(layout))
+def test_fp16_trains_to_the_losses_and_norms_of_stock_fp32(world, layout, chunked):
     options = {"chunked": chunked, **titan.LAYOUTS[layout]}
     stock = titan.tiny_config(chunked=chunked, **titan.WHOLE.get(layout, titan.LAYOUTS[layout]))
     stock.training.mixed_precision_param = "float32"
@@ -85,11 +83,9 @@ def against_stock(world, layout, chunked):
         trainer.close()
 
 
-def test_a_context_is_made_over_its_meshes(torchtitan):
-    run_on_ranks(2, __name__, "contexts_over_its_meshes", {})
-
-
-def contexts_over_its_meshes(world):
+@pytest.mark.usefixtures("torchtitan")
+@on_ranks(2)
+def test_a_context_is_made_over_its_meshes(world):
     titan.prepare("cpu")
     from torchtitan.distributed.parallel_dims import ParallelDims
 
@@ -224,11 +220,9 @@ VALIDATIONS = ["cp", "dp_shard·cp"]
 
 @family
 @pytest.mark.parametrize("layout", cases("torchtitan validation", VALIDATIONS, VALIDATIONS[:1], 1))
-def test_validation_cuts_sequences_too(torchtitan, layout):
-    run_on_ranks(titan.ranks_of(layout), __name__, "validated", {"layout": layout})
-
-
-def validated(world, layout):
+@pytest.mark.usefixtures("torchtitan")
+@on_ranks(lambda layout: titan.ranks_of(layout))
+def test_validation_cuts_sequences_too(world, layout):
     found = []
     for options in (titan.LAYOUTS[layout], titan.WHOLE[layout]):
         config = titan.tiny_config(**options)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from families import cases, family
 from pages import code_of, difference_of
-from pool import on_ranks, run_on_ranks, shared_folder
+from pool import on_ranks, shared_folder
 from reference import whole
 from small_engines import everywhere
 from torch import nn
@@ -211,9 +211,9 @@ PART = [(4, "fsdp-tp", "fp16", 1)]
 
 @family
 @pytest.mark.parametrize(("size", "layout", "precision", "accumulated"), cases("trainer", EVERYTHING, PART, 2))
-def test_layouts_and_precisions(size, layout, precision, accumulated):
-    given = {"layout": layout, "precision": precision, "accumulated": accumulated}
-    run_on_ranks(size, __name__, "check_layout", given)
+@on_ranks(lambda size, **_: size)
+def test_layouts_and_precisions(world, size, layout, precision, accumulated):
+    check_layout(world, layout, precision, accumulated)
 
 
 def scaled_clip(world, layout):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import cases, family
+from layouts import sized_layouts
 from pool import run_on_ranks
 from reference import local
 from small_engines import Planted, engine_of, everywhere, own_part
@@ -13,13 +14,7 @@ import paramp
 VALUES = float("inf"), float("-inf"), float("nan")
 SCALE = 2.0**6
 NAIVE = {"mode": "16-naive", "init_scale": SCALE, "hysteresis": 1, "growth_interval": 1000}
-LAYOUTS = {  # ranks, sizes of the axes
-    "ep2": (2, {"expert": 2}),
-    "ep2·tp2": (4, {"expert": 2, "tensor": 2}),
-    "ep2·pp2": (4, {"expert": 2, "pipeline": {"size": 2, "microbatches": 2}}),
-    "dp2·ep2·zero1": (4, {"data": 4, "expert": 2, "zero": 1}),
-    "fsdp2·ep2": (4, {"data": {"shard": 4}, "expert": 2}),
-}
+LAYOUTS = sized_layouts("ep2, ep2·tp2, ep2·pp2, dp2·ep2·zero1, fsdp2·ep2")
 
 
 class Spoilt(StackedExperts):

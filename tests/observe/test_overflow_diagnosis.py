@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import cases, family
-from pool import on_each_device, on_ranks, run_on_ranks
+from pool import on_ranks, run_on_ranks
 from reference import batches, small_gpt
 from small_engines import LARGE, Planted, assert_same_tensors, engine_of, gpt_engine, own_part, train_step
 from torch import nn
@@ -81,7 +81,10 @@ PLACES = [  # layout, module, rank, microbatch of the window, whether in the bac
 ]
 
 
-def find_planted(world, layout):
+@family
+@pytest.mark.parametrize("layout", cases("planted overflows", LAYOUTS, PART, 2))
+@on_ranks(lambda layout: LAYOUTS[layout][0], cuda=True)
+def test_planted_overflows_are_named(world, layout):
     with paramp.launch_from_torch({"precision": SCALED} | LAYOUTS[layout][1]) as context:
         engine = gpt_engine()
         assert window(engine).stepped
@@ -101,13 +104,6 @@ def find_planted(world, layout):
             assert context.rank != rank or axes == context.coordinates
             assert origin.place.stage in context.config.parallel.pipeline.stages_of(axes["pp"])
             assert window(engine).stepped
-
-
-@family
-@pytest.mark.parametrize("layout", cases("planted overflows", LAYOUTS, PART, 2))
-@on_each_device
-def test_planted_overflows_are_named(layout, device):
-    run_on_ranks(LAYOUTS[layout][0], __name__, "find_planted", {"layout": layout}, device)
 
 
 # ------------------------------------------------------------------------------------------------- kinds and messages
@@ -328,7 +324,11 @@ class OneWeight(nn.Linear):
         return F.linear(x, Planted.apply(self.weight, NAN, True), self.bias)
 
 
-def name_the_gradient_of_a_weight(world, bad, parallel):
+@pytest.mark.parametrize("layout", SINGLE)
+@on_ranks(lambda layout: SINGLE[layout][0])
+def test_an_overflow_in_the_gradient_of_a_single_weight_is_named(world, layout):
+    """In the split backward, where gradients of weights are computed apart; before they are summed into shards."""
+    _, bad, parallel = SINGLE[layout]
     with paramp.launch_from_torch({"parallel": parallel}) as context:
         engine = engine_of(nn.Sequential(*(OneWeight(4, 4) for _ in range(4))), plan={"1": "colwise", "2": "rowwise"})
         microbatches, x = context.config.parallel.pipeline.num_microbatches, torch.ones(8, 4)
@@ -345,13 +345,6 @@ def name_the_gradient_of_a_weight(world, bad, parallel):
             assert (report.kind, origin.parameter, origin.module) == ("weight gradient", "2.weight", "2"), report
             assert (origin.microbatch, origin.place.rank) == (microbatch, bad)
             assert {found.name for found in report.gradients} == {"2.weight"}
-
-
-@pytest.mark.parametrize("layout", SINGLE)
-def test_an_overflow_in_the_gradient_of_a_single_weight_is_named(layout):
-    """In the split backward, where gradients of weights are computed apart; before they are summed into shards."""
-    ranks, bad, parallel = SINGLE[layout]
-    run_on_ranks(ranks, __name__, "name_the_gradient_of_a_weight", {"bad": bad, "parallel": parallel})
 
 
 class Checkpointed(nn.Module):
@@ -411,7 +404,12 @@ def train_with(config, diagnosed):
         return engine.full_state_dict(), results, torch.rand(3)
 
 
-def compare_with_and_without(world, config):
+@pytest.mark.parametrize("parallel", [None, {"pipeline": FOUR | {"schedule": "zbv"}}, {"zero": 1}, SHARDS], ids=str)
+@on_ranks(lambda parallel: 1 if parallel is None else 2)
+def test_training_continues_bit_equal_after_a_diagnosis(world, parallel):
+    config = {"precision": {"mode": "16-naive", "init_scale": 16.0}, "parallel": parallel}
+    if parallel is None:
+        config = {"precision": SCALED, "gradient_accumulation": 2, "clip_grad_norm": 1.0}
     expected, actual = train_with(config, diagnosed=False), train_with(config, diagnosed=True)
     assert [stepped for stepped, *_ in actual[1]] == [True, True, False, True, True]
     assert actual[1] == expected[1]
@@ -419,40 +417,30 @@ def compare_with_and_without(world, config):
     assert_same_tensors(actual[0], expected[0])
 
 
-@pytest.mark.parametrize("parallel", [None, {"pipeline": FOUR | {"schedule": "zbv"}}, {"zero": 1}, SHARDS], ids=str)
-def test_training_continues_bit_equal_after_a_diagnosis(parallel):
-    config = {"precision": {"mode": "16-naive", "init_scale": 16.0}, "parallel": parallel}
-    if parallel is None:
-        config = {"precision": SCALED, "gradient_accumulation": 2, "clip_grad_norm": 1.0}
-    run_on_ranks(1 if parallel is None else 2, __name__, "compare_with_and_without", {"config": config})
+def fails(x):
+    """Where dropout leaves none of four numbers, once in 16 samples."""
+    return not F.dropout(torch.ones_like(x), 0.5).count_nonzero()
 
 
 class Rare(nn.Linear):
-    """Fails once in eight calls, by chance."""
+    """Fails by chance."""
 
-    def __init__(self, draw):
+    def __init__(self, fails=fails):
         super().__init__(4, 4)
-        self.draw = draw
+        self.fails = fails
 
     def forward(self, x):
-        return super().forward(x) * (NAN if self.draw() < 1 / 8 else 1.0)
+        return super().forward(x) * (NAN if self.fails(x) else 1.0)
 
 
-class Dropped(nn.Linear):
-    """Fails where dropout leaves none of four numbers, once in 16 samples."""
-
-    def forward(self, x):
-        return super().forward(x) * (1.0 if F.dropout(torch.ones_like(x), 0.5).count_nonzero() else NAN)
-
-
-def draw_again(world, parallel):
+def draw_again(world, parallel, steps, fails=fails):
     """The reports after steps with an overflow."""
     config = {"precision": "32-true", "max_skipped_in_a_row": None, "parallel": parallel}
     with paramp.launch_from_torch(config) as context:
         plan = {"0": "colwise_gather"} if context.tp.size > 1 else None
-        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Dropped(4, 4)), plan=plan), []
+        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare(fails)), plan=plan), []
         x = torch.ones(context.stage_axis.size, 4)
-        for _ in range(160):
+        for _ in range(steps):
             if train_step(engine, x).overflow:
                 found.append(engine.diagnose_overflow())
     return found
@@ -460,31 +448,20 @@ def draw_again(world, parallel):
 
 @pytest.mark.parametrize("parallel", [{}, {"pipeline": {"size": 2, "microbatches": 2}}, {"tensor": 2}, SHARDS], ids=str)
 def test_the_rerun_draws_the_same_random_numbers(parallel):
-    for found in run_on_ranks(2 if parallel else 1, __name__, "draw_again", {"parallel": parallel}):
+    """Of dropout; in one process also from torch's stream itself."""
+    ranks, steps = (2, 80) if parallel else (1, 160)
+    reports = run_on_ranks(ranks, __name__, "draw_again", {"parallel": parallel, "steps": steps})
+    for found in reports if parallel else [*reports, draw_again(None, {}, 60, lambda _: torch.rand(()) < 1 / 8)]:
         assert len(found) > 3
         assert {report.origin and report.origin.module for report in found} == {"1"}
-
-
-def test_the_rerun_draws_the_same_numbers_from_torchs_stream():
-    with paramp.launch_from_torch({"precision": "32-true", "max_skipped_in_a_row": None}):
-        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare(lambda: torch.rand(())))), []
-        for _ in range(60):
-            if train_step(engine, torch.ones(2, 4)).overflow:
-                found.append(engine.diagnose_overflow())
-    assert len(found) > 3
-    assert {report.origin and report.origin.module for report in found} == {"1"}
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
 def test_the_rerun_may_draw_others_from_pythons_and_numpys_streams(draw):
     """And says so if it is finite then."""
-    with paramp.launch_from_torch({"precision": "32-true", "max_skipped_in_a_row": None}):
-        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare(draw))), []
-        random.seed(5)
-        numpy.random.seed(5)
-        for _ in range(60):
-            if train_step(engine, torch.ones(2, 4)).overflow:
-                found.append(engine.diagnose_overflow())
+    random.seed(5)
+    numpy.random.seed(5)
+    found = draw_again(None, {}, 60, lambda _: draw() < 1 / 8)
     unknown = [report for report in found if report.origin is None]
     assert len(unknown) > 1
     assert all("the model is not deterministic" in report.unknown for report in unknown)
@@ -493,7 +470,7 @@ def test_the_rerun_may_draw_others_from_pythons_and_numpys_streams(draw):
 def test_the_rerun_of_each_call_draws_its_masks_in_the_exact_mode():
     config = {"reproducible": {"chunk": 1, "slices": 1}, "gradient_accumulation": 2, "max_skipped_in_a_row": None}
     with paramp.launch_from_torch(config):
-        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Dropped(4, 4))), set()
+        engine, found = engine_of(nn.Sequential(nn.Linear(4, 4), Rare())), set()
         for _ in range(40):
             train_step(engine, torch.ones(2, 4))
             if train_step(engine, torch.ones(2, 4)).overflow:

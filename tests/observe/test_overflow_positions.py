@@ -4,7 +4,7 @@ import pytest
 import torch
 from exact_tasks import mixtures, tokens
 from families import rarely
-from pool import on_ranks, run_on_ranks
+from pool import on_ranks
 from reference import batches
 from small_engines import engine_of, gpt_engine, own_part, train_step
 
@@ -89,11 +89,8 @@ def plant(engine, name, tokens, backward):
 
 
 @pytest.mark.parametrize("layout", rarely(LAYOUTS, "cp2·pp2"))
-def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(layout):
-    run_on_ranks(LAYOUTS[layout][0], __name__, "report", {"layout": layout})
-
-
-def report(world, layout):
+@on_ranks(lambda layout: LAYOUTS[layout][0])
+def test_positions_of_values_that_are_not_finite_are_those_in_whole_sequences(world, layout):
     _, parallel, exact = LAYOUTS[layout]
     mode = "32-true" if exact else "16-mixed"
     config = {"parallel": parallel, "precision": mode, "reproducible": exact}

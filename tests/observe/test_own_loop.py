@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import family, long
-from pool import on_ranks, run_on_ranks
+from pool import on_ranks
 from reference import local
 from small_engines import Planted, each_raises, engine_of, everywhere, numpys, train_step
 from torch import nn
@@ -85,10 +85,7 @@ KINDS = {
 of_each_kind = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[family, long] if len(axes) > 1 else ()) for kind, axes in KINDS.items()]
 )
-
-
-def on_kind(kind, body):
-    run_on_ranks(math.prod(KINDS[kind].values()), __name__, body, {"kind": kind})
+on_its_ranks = on_ranks(lambda kind: math.prod(KINDS[kind].values()))
 
 
 @contextlib.contextmanager
@@ -152,15 +149,12 @@ class Loop:
             module.number = 0
 
 
-FAULTS = [
-    ("1", "activation", NAN),
-    ("3", "activation", INF),
-    ("3", "gradient", INF),
-    ("1", "weight gradient", NAN),
-]
+FAULTS = [("1", "activation", NAN), ("3", "activation", INF), ("3", "gradient", INF), ("1", "weight gradient", NAN)]
 
 
-def name_faults(world, kind):
+@of_each_kind
+@on_its_ranks
+def test_planted_faults_are_named(world, kind):
     """Each on the last rank, in the second batch of the step."""
     bad = world.size - 1
     with distributed(kind) as (context, model):
@@ -215,11 +209,9 @@ def name_a_batch_and_a_weight(loop, context, bad):
 
 
 @of_each_kind
-def test_planted_faults_are_named(kind):
-    on_kind(kind, "name_faults")
-
-
-def count_gradients(world, kind):
+@on_its_ranks
+def test_every_element_of_a_gradient_counts_once(world, kind):
+    """Against numpy on the gradients of one process."""
     reference, batch = plain_model(), batches(1)[0]
     (loss_of(reference)(batch) * 64).backward()
     counts, *_, total = numpys(parameter.grad for parameter in reference.parameters())
@@ -239,12 +231,6 @@ def count_gradients(world, kind):
             paramp.gradient_histogram(model)
 
 
-@of_each_kind
-def test_every_element_of_a_gradient_counts_once(kind):
-    """Against numpy on the gradients of one process."""
-    on_kind(kind, "count_gradients")
-
-
 COPIES = {  # the ranks that hold an element of the last one's
     "ddp": {"1.weight": (0, 1), "0.weight": (0, 1)},
     "fsdp2": {"1.weight": (1,)},
@@ -254,7 +240,9 @@ COPIES = {  # the ranks that hold an element of the last one's
 }
 
 
-def find_copies(world, kind):
+@of_each_kind
+@on_its_ranks
+def test_a_copy_that_differs_in_a_bit_is_found(world, kind):
     bad = world.size - 1
     with distributed(kind) as (context, model):
         optimizer, scaler = torch.optim.AdamW(model.parameters()), paramp.DistributedGradScaler()
@@ -280,11 +268,6 @@ def find_copies(world, kind):
             assert (found.kind, found.parameter, found.ranks) == ("loss scale", "", (bad,))
             tensor.sub_(int(world.rank == bad))
         assert paramp.check_replicas(model, optimizer, scaler) == []
-
-
-@of_each_kind
-def test_a_copy_that_differs_in_a_bit_is_found(kind):
-    on_kind(kind, "find_copies")
 
 
 @on_ranks(4)

@@ -103,19 +103,25 @@ def test_a_change_that_torch_counts_is_followed_in_the_next_step_and_compared_on
         assert engine.module.weight.equal(engine.full_state_dict()["weight"].half())
 
 
-@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize(("width", "element"), [(WIDTH, UNSEEN), (32, -1)])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_an_announced_change_of_one_element_is_followed_without_a_warning(make, announced):
-    """And one that torch counts, before a step that is skipped."""
+def test_an_announced_change_of_one_element_is_followed_without_a_warning(make, width, element):
+    """Also of the last one of a weight that fills its buffer, without padding behind it."""
+    with paramp.launch_from_torch(HALF):
+        engine = linear(make, width)
+        step(engine)
+        flat(engine)[element] = 0.375
+        engine.weights_changed()
+        assert step(engine).stepped
+        assert_followed(engine, element, 0.375)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_change_that_torch_counts_before_a_step_that_is_skipped_is_followed(make):
     with paramp.launch_from_torch(HALF):
         engine = linear(make)
-        if announced:
-            step(engine)
-            flat(engine)[UNSEEN] = 0.375
-            engine.weights_changed()
-        else:
-            COUNTED["inference mode"](engine.module.weight)
-            assert step(engine, float("inf")).overflow
+        COUNTED["inference mode"](engine.module.weight)
+        assert step(engine, math.inf).overflow
         assert step(engine).stepped
         assert_followed(engine, UNSEEN, 0.375)
 
@@ -160,18 +166,6 @@ def test_a_change_before_a_step_without_a_gradient_of_the_weight_is_followed_in_
         engine.module.asked = True
         step(engine)
         assert_followed(engine, UNSEEN, 0.375)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_an_announced_change_is_followed_to_the_last_element(make):
-    """Of a weight that fills its buffer, without padding behind it."""
-    with paramp.launch_from_torch(HALF):
-        engine = linear(make, width=32)
-        step(engine)
-        flat(engine)[-1] = 0.375
-        engine.weights_changed()
-        step(engine)
-        assert_followed(engine, -1, 0.375)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

@@ -5,6 +5,7 @@ import torch
 from counting import Collectives
 from families import cases, family
 from lamb import Lamb, adafactor, lamb
+from layouts import layouts
 from pages import blocks
 from pool import on_ranks, shared_folder
 from reference import assert_trained, local
@@ -87,15 +88,7 @@ def train(engine, steps):
     return collectives.counts["alltoall"]
 
 
-LAYOUTS = {
-    "ep4": {"expert": 4},
-    "dp2·ep2": {"data": 4, "expert": 2},
-    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
-    "ep2·tp2": {"expert": 2, "tensor": 2},
-    "ep2·pp2": {"expert": 2, "pipeline": 2},
-    "fsdp2·ep2": {"data": {"shard": 4}, "expert": 2},
-    "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
-}
+LAYOUTS = layouts("ep4, dp2·ep2, dp2·ep2 + zero1, ep2·tp2, ep2·pp2, fsdp2·ep2, fsdp·ep2·tp2")
 TENSOR = {"*.up": "colwise", "*.down": "rowwise"}
 MAKES = {"muon": muon, "lamb": lamb, "adafactor": adafactor}
 EVERYTHING = [(one, other, make) for one in LAYOUTS for other in LAYOUTS for make in MAKES if one != other]

@@ -22,6 +22,7 @@ from lamb import (
     adafactor,
     lamb,
 )
+from layouts import sized_layouts
 from pool import on_ranks, run_on_ranks
 from reference import assert_trained, batches, local, small_gpt
 from small_engines import assert_same_tensors, each_raises, engine_of, everywhere, own_part, sgd, train_step
@@ -100,26 +101,9 @@ def trained(parallel, make, steps, precision="32-true"):
 
 
 NAIVE = {"mode": "16-naive", "init_scale": 1024.0}
-LAYOUTS = {
-    "tp2": (2, {"tensor": 2}),
-    "dp2 + zero1": (2, {"zero": 1}),
-    "pp2": (2, {"pipeline": 2}),
-    "pp2·tp2": (4, {"pipeline": {"size": 2, "microbatches": 2}, "tensor": 2}),
-    "dp2·tp2": (4, {"tensor": 2}),
-    "dp2·tp2 + zero1": (4, {"tensor": 2, "zero": 1}),
-    "fsdp2": (2, {"data": {"shard": 2}}),
-    "fsdp4": (4, {"data": {"shard": 4}}),
-    "hsdp2x2": (4, {"data": {"replicate": 2, "shard": 2}}),
-    "fsdp2·tp2": (4, {"data": {"shard": 2}, "tensor": 2}),
-    "fsdp2·pp2": (4, {"data": {"shard": 2}, "pipeline": {"size": 2, "microbatches": 2}}),
-    "one": (1, {}),
-}
-
-
-def on(layout, body, **options):
-    """What ``body`` returns on the first rank of ``layout``."""
-    size, options = LAYOUTS[layout][0], options | {"layout": layout}
-    return body(None, **options) if size == 1 else run_on_ranks(size, __name__, body.__name__, options)[0]
+LAYOUTS = sized_layouts("tp2, dp2 + zero1, pp2, pp2·tp2, dp2·tp2, dp2·tp2 + zero1")
+LAYOUTS |= sized_layouts("fsdp2, fsdp4, hsdp2x2, fsdp2·tp2, fsdp2·pp2, 1")
+on_its_ranks = on_ranks(lambda layout, **_: LAYOUTS[layout][0])
 
 
 def segment(world, layout, make, path, number):
@@ -141,11 +125,11 @@ def mode_for(make):
 
 
 MAKES = {make.__name__: make for make in (muon_and_adamw, lamb, lamb_of_the_last_norm, adafactor, plain_steps)}
-IN_TURN = [(layout, "one", layout) for layout in LAYOUTS]
-IN_TURN += [("fsdp2·tp2", "tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2", "fsdp2"), ("fsdp2", "tp2", "one")]
+IN_TURN = [(layout, "1", layout) for layout in LAYOUTS]
+IN_TURN += [("fsdp2·tp2", "tp2", "dp2 + zero1"), ("tp2", "fsdp2·tp2", "fsdp2"), ("fsdp2", "tp2", "1")]
 IN_TURN += [("dp2 + zero1", "hsdp2x2", "fsdp2"), ("fsdp4", "fsdp2·pp2", "pp2·tp2")]
-PART = [(("tp2", "one", "tp2"), "lamb"), (("fsdp2", "tp2", "one"), "muon_and_adamw")]
-PART += [(("one", "one", "one"), "adafactor")]  # whose state has other shapes than its weights
+PART = [(("tp2", "1", "tp2"), "lamb"), (("fsdp2", "tp2", "1"), "muon_and_adamw")]
+PART += [(("1", "1", "1"), "adafactor")]  # whose state has other shapes than its weights
 EVERYTHING = [(layouts, make) for layouts in IN_TURN for make in MAKES]
 
 
@@ -154,7 +138,9 @@ EVERYTHING = [(layouts, make) for layouts in IN_TURN for make in MAKES]
 def test_optimizers_of_whole_matrices_follow_one_process(layouts, make, tmp_path):
     """In each of the layouts in turn, by checkpoints."""
     for number, layout in enumerate(layouts):
-        found = on(layout, segment, make=make, path=str(tmp_path / make), number=number)
+        given = {"layout": layout, "make": make, "path": str(tmp_path / make), "number": number}
+        ranks = LAYOUTS[layout][0]
+        found = segment(None, **given) if ranks == 1 else run_on_ranks(ranks, __name__, "segment", given)[0]
     exact = mode_for(make) == "64-true"
     expected = one_process(MAKES[make], 2 * len(layouts), torch.float64 if exact else torch.float32)
     begun = small_gpt(num_layers=2).state_dict()
@@ -169,7 +155,10 @@ def uneven():
     return model.double()
 
 
-def steps_uneven_shards(world, layout):
+@family
+@pytest.mark.parametrize("layout", cases("uneven matrices", ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"], ["fsdp2"], 1))
+@on_its_ranks
+def test_uneven_and_empty_shards(world, layout):
     parallel = LAYOUTS[layout][1]
     given = [randn(8, 5, seed=step, dtype=torch.float64).split([4, 1], dim=1) for step in range(4)]
     plan = {"0": "colwise", "2": "rowwise"} if "tensor" in parallel else None
@@ -178,15 +167,6 @@ def steps_uneven_shards(world, layout):
         with paramp.launch_from_torch({"parallel": parallel, "precision": "64-true"}) as context:
             engine = engine_of(uneven(), optimizer=make, plan=plan)
             train_both(context, engine, uneven(), given, optimizer=make, atol=1e-12)
-
-
-UNEVEN = ["fsdp2", "fsdp4", "hsdp2x2", "fsdp2·tp2"]
-
-
-@family
-@pytest.mark.parametrize("layout", cases("uneven matrices", UNEVEN, ["fsdp2"], 1))
-def test_uneven_and_empty_shards(layout):
-    on(layout, steps_uneven_shards)
 
 
 @on_ranks(2)
@@ -261,11 +241,8 @@ def two_muons_and_adamw(model):
         ("tp2", "bf16-true"),
     ],
 )
-def test_a_step_exchanges_matrices_once(layout, mode):
-    on(layout, exchange_matrices, mode=mode)
-
-
-def exchange_matrices(world, layout, mode):
+@on_its_ranks
+def test_a_step_exchanges_matrices_once(world, layout, mode):
     """Three all-to-alls for each optimizer of matrices."""
     for make in (muon_and_adamw, two_muons_and_adamw):
         context, engine = start(LAYOUTS[layout][1], make, NAIVE if mode == "16-naive" else mode)

@@ -7,14 +7,13 @@ import pytest
 import torch
 from families import cases, family
 from lamb import ScheduleFree
+from layouts import layouts
 from pool import run_on_ranks
 from reference import batches, local, small_gpt
-from small_engines import assert_same_tensors, engine_of, own_part, train_step
+from small_engines import assert_same_tensors, engine_of, gradients_at, own_part, set_gradients, train_step
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 import paramp
-from paramp.base.dtensor import is_dtensor
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.resharding import read_tensor
 from paramp.compat.colossalai.amp.convert import convert_to_amp
@@ -22,8 +21,6 @@ from paramp.precision.stochastic_rounding import key_of, random_bits, rounded
 
 BF16 = {"optimizer_state": "bf16", "seed": 7}
 HALF = {"precision": "bf16-true", "rounding": "stochastic"}
-TIED = ["embedding.tokens.weight", "head.weight"]
-"""One parameter, in a pipeline on two stages."""
 
 
 def hooked(parameters, **options):
@@ -108,16 +105,6 @@ def dtypes(states):
     return {value.dtype for state in states.values() for value in state.values() if value.ndim}
 
 
-def gradients_at(step):
-    """Of the whole model. Sums of two of them are exact."""
-    torch.manual_seed(step)
-    return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in named().items()}
-
-
-def named():
-    return dict(small_gpt(num_layers=2).named_parameters())
-
-
 def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **options)
 
@@ -138,13 +125,7 @@ MAKES = {
     "AdamW's own step": lambda model: adamw(model, foreach=True),
     "Muon": muon_and_nadam,
 }
-LAYOUTS = {
-    "dp2": {},
-    "dp2 + zero1": {"zero": 1},
-    "fsdp2": {"data": {"shard": 2}},
-    "tp2": {"tensor": 2},
-    "pp2": {"pipeline": {"size": 2, "microbatches": 2}},
-}
+LAYOUTS = layouts("dp2, dp2 + zero1, fsdp2, tp2, pp2")
 PART = ["dp2 + zero1", "fsdp2"]
 
 
@@ -165,19 +146,6 @@ def save(world, layout, make, path, load=None, steps=3, **config):
         engine.save(path)
 
 
-def set_gradients(engine, whole):
-    """Set this rank's terms of the gradients ``whole``."""
-    context = engine.context
-    # Shards hold sums over data ranks, and what ZeRO has reduced too.
-    terms = 1 if context.config.parallel.shard > 1 or context.config.parallel.zero else context.dp.size
-    for name, value in engine.named_parameters():
-        tied = context.pp.size > 1 and name in TIED  # and summed over both stages
-        gradient = whole[TIED[0] if tied else name].view(value.shape) / (terms * (1 + tied))
-        if is_dtensor(value):
-            gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
-        local(value.grad).copy_(local(gradient))
-
-
 def tensors(path, prefixes=("model.", "optimizer.")):
     with OpenCheckpoint(path) as opened:
         return {name: read_tensor(opened, name) for name in opened.header.tensors if name.startswith(prefixes)}
@@ -192,7 +160,10 @@ def check_same(found, expected):
 def test_state_is_rounded_by_the_index_of_its_element(config, tmp_path):
     """Against whole tensors: a hash of the seed, the step and the name is the only randomness."""
     save(None, {}, "SGD", tmp_path / "saved", **config)
-    found, momenta = tensors(tmp_path / "saved"), {name: torch.zeros_like(value) for name, value in named().items()}
+    found, momenta = (
+        tensors(tmp_path / "saved"),
+        {name: torch.zeros_like(value) for name, value in gradients_at(0).items()},
+    )
     for number, step in enumerate((0, 2)):
         for name, gradient in gradients_at(step).items():
             exact = (momenta[name] * 0.5 + gradient).view(-1)

@@ -260,11 +260,7 @@ def test_what_torch_refuses_of_a_sharded_module_and_what_serves_instead(world, p
                 torch.save(engine.module, io.BytesIO())
 
 
-REPLACING = {
-    "fsdp2": ({"data": {"shard": 2}}, "cpu"),
-    "tp2": ({"tensor": 2}, "cpu"),
-    "meta": ({"data": 2}, "meta"),
-}
+REPLACING = {"fsdp2": ({"data": {"shard": 2}}, "cpu"), "tp2": ({"tensor": 2}, "cpu"), "meta": ({"data": 2}, "meta")}
 
 
 @pytest.mark.parametrize("layout", REPLACING)

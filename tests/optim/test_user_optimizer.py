@@ -10,6 +10,7 @@ from beside_plain import assert_weights, plain_step, randn, seeded, train_both
 from counting import Operators
 from families import cases, family
 from lamb import ScheduleFree, ScheduleFreeOfMatrices
+from layouts import layouts
 from pool import on_ranks
 from reference import assert_trained, batches, local, plain_fp32_training, small_gpt
 from small_engines import engine_of, everywhere, own_part, sgd, train_step
@@ -307,17 +308,8 @@ def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
         train_both(context, engine, seeded(build), [(x, x[:, :3]) for x in given], optimizer=make, rtol=1e-5)
 
 
-LAYOUTS = {
-    "pp2·tp2": {"pipeline": 2, "tensor": 2},
-    "dp2·tp2 + sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
-    "dp2·tp2 + zero1": {"data": 2, "tensor": 2, "zero": 1},
-    "pp2·dp2 + zero1": {"pipeline": 2, "data": 2, "zero": 1},
-    "fsdp4": {"data": {"shard": 4}},
-    "hsdp2x2": {"data": {"replicate": 2, "shard": 2}},
-    "fsdp2·tp2": {"data": {"shard": 2}, "tensor": 2},
-    "fsdp2·pp2": {"data": {"shard": 2}, "pipeline": 2},
-    "cp2·tp2": {"context": 2, "tensor": 2},
-}
+LAYOUTS = layouts("pp2·tp2, dp2·tp2 + sp, dp2·tp2 + zero1, pp2·dp2 + zero1, fsdp4, hsdp2x2")
+LAYOUTS |= layouts("fsdp2·tp2, fsdp2·pp2, cp2·tp2")
 PART = ["fsdp2·pp2"]
 
 

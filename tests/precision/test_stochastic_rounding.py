@@ -7,18 +7,24 @@ import pytest
 import torch
 from families import rarely
 from pool import on_ranks
-from reference import batches, local, small_gpt
-from small_engines import assert_same_tensors, each_raises, engine_of, own_part, train_step
+from reference import batches, small_gpt
+from small_engines import (
+    TIED,
+    assert_same_tensors,
+    each_raises,
+    engine_of,
+    gradients_at,
+    own_part,
+    set_gradients,
+    train_step,
+)
 from torch import nn
 
 import paramp
-from paramp.base.dtensor import is_dtensor
 from paramp.compat.colossalai.amp.convert import convert_to_amp
 from paramp.precision.stochastic_rounding import BitStream, key_of, random_bits, round_state, rounded
 
 HALF = [torch.float16, torch.bfloat16]
-TIED = ["embedding.tokens.weight", "head.weight"]
-"""One parameter, in a pipeline on two stages."""
 VALUES = [1.0001, -1.0003, 0.1, -123.456, 3e-5, -5e-8, 1e-7, 3e-9, 65503.0, -1e-39]
 
 
@@ -80,11 +86,6 @@ def test_bits_are_uniform_and_differ_by_element_step_and_name():
     assert (first != random_bits(torch.arange(100_000) + 2**32, key_of(7, "weight"), torch.tensor(0))).sum() > 99_000
 
 
-def gradients_at(step, model):
-    torch.manual_seed(step)
-    return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in model.named_parameters()}
-
-
 LAYOUTS = {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": {"size": 2, "microbatches": 2}}}
 
 
@@ -100,16 +101,9 @@ def test_every_layout_rounds_each_weight_by_its_index_in_the_whole_tensor(world,
         dtype = engine.precision.weights
         expected = {name: value.to(dtype) for name, value in small_gpt(num_layers=2).named_parameters()}
         for step, (x, y) in enumerate(batches(2)):
-            whole = gradients_at(step, small_gpt(num_layers=2))
+            whole = gradients_at(step)
             engine.forward_backward(*own_part(context, x, y))
-            for name, value in engine.named_parameters():
-                tied = context.pp.size > 1 and name in TIED  # and summed over both stages
-                gradient = whole[TIED[0] if tied else name].view(value.shape) / (context.dp.size * (1 + tied))
-                if is_dtensor(value):
-                    from torch.distributed.tensor import distribute_tensor
-
-                    gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
-                local(value.grad).copy_(local(gradient))
+            set_gradients(engine, whole)
             assert engine.step().stepped
             engine.zero_grad()
             for name, value in expected.items():

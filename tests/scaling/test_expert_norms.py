@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import layouts
 from pool import on_ranks
 from small_engines import engine_of, own_part
 from torch import nn
@@ -48,11 +49,7 @@ PUBLISHED = {
     "DeepSpeed #8478": (1, (4, 1, 1), 0.0, (2.0, 4.0, 6.0, 8.0), 10.954452),
     "Automodel #3816": (16, (2, 4, 4), 1.0, (10.0, 0.1), 40.201493),
 }
-LAYOUTS = {
-    "ep2·tp2": {"expert": 2, "tensor": 2},
-    "dp2·ep2": {"data": 4, "expert": 2},
-    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
-}
+LAYOUTS = layouts("ep2·tp2, dp2·ep2, dp2·ep2 + zero1")
 
 
 @pytest.mark.parametrize("source", PUBLISHED)

@@ -10,6 +10,7 @@ import torch
 from beside_plain import randn
 from counting import Collectives
 from families import rarely
+from layouts import layouts
 from pool import on_ranks
 from reference import batches, local, small_gpt
 from small_engines import engine_of, everywhere
@@ -25,13 +26,7 @@ from paramp.scaling.complete_and_unscale_gradients import unscale_and_check_
 from paramp.scaling.copies_per_element import TiedParameter
 from paramp.scaling.local_norm import norm_power
 
-LAYOUTS = {
-    "pp2-tp2": {"pipeline": 2, "tensor": 2},
-    "pp2-tp2-sp": {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
-    "dp2-tp2": {"data": 2, "tensor": 2},
-    "dp2-tp2-sp": {"data": 2, "tensor": 2, "sequence_parallel": True},
-    "pp2-dp2": {"pipeline": 2, "data": 2},
-}
+LAYOUTS = layouts("pp2-tp2, pp2-tp2-sp, dp2-tp2, dp2-tp2-sp, pp2-dp2")
 ORDERS = [1.0, 2.0, 3.0, math.inf]
 
 

@@ -227,15 +227,17 @@ def serve(connection: Connection, rank: int, size: int, device: str, backend: st
             gc.freeze()  # what is left are modules, which need not be gone through every time
 
 
-def on_ranks(size: int, cuda: bool = False):
-    """Run the decorated test on ``size`` ranks at once; with ``cuda``, on the CPU and again on GPUs."""
+def on_ranks(size: int | Callable[..., int], cuda: bool = False):
+    """Run the decorated test on ``size`` ranks at once, or as many as it makes of the test's arguments; with ``cuda``,
+    on the CPU and again on GPUs."""
 
     def decorate(body):
         parameters = list(inspect.signature(body).parameters.values())[1:]
 
         @functools.wraps(body)
         def test(device="cpu", **kwargs):
-            run_on_ranks(size, body.__module__, body.__name__, kwargs, device)
+            ranks = size(**kwargs) if callable(size) else size
+            run_on_ranks(ranks, body.__module__, body.__name__, kwargs, device)
 
         test.body = body
         del test.__wrapped__

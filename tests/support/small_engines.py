@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reference import rank_slice, small_gpt
+from reference import local, rank_slice, small_gpt
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 import paramp
@@ -75,6 +76,32 @@ def value_at(path: Path, **options: Any) -> float:
     engine = filled_engine(0.0, **options)
     engine.load(path)
     return only_value(engine.full_state_dict().values())
+
+
+# ------------------------------------------------------------------------------------------ gradients made by hand
+
+TIED = ["embedding.tokens.weight", "head.weight"]
+"""One parameter of a small GPT, in a pipeline on two stages."""
+
+
+def gradients_at(step: int) -> dict[str, torch.Tensor]:
+    """Of all parameters of a small GPT of two layers. Sums of two of them are exact."""
+    named = small_gpt(num_layers=2).named_parameters()
+    torch.manual_seed(step)
+    return {name: torch.randn_like(value).bfloat16().float() / 64 for name, value in named}
+
+
+def set_gradients(engine: Any, whole: Mapping[str, torch.Tensor]) -> None:
+    """Set this rank's terms of the gradients ``whole``."""
+    context = engine.context
+    # Shards hold sums over data ranks, and what ZeRO has reduced too.
+    terms = 1 if context.config.parallel.shard > 1 or context.config.parallel.zero else context.dp.size
+    for name, value in engine.named_parameters():
+        tied = context.pp.size > 1 and name in TIED  # and summed over both stages
+        gradient = whole[TIED[0] if tied else name].view(value.shape) / (terms * (1 + tied))
+        if isinstance(value, DTensor):
+            gradient = distribute_tensor(gradient, value.device_mesh, value.placements)
+        local(value.grad).copy_(local(gradient))
 
 
 # ----------------------------------------------------------------------------------------------------- assertions

@@ -1,5 +1,6 @@
 """Bit for bit against one process: what is equal is reported as equal, and of a fault of one ulp the place is named."""
 
+import copy
 import json
 import math
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 from commands import ROOT, python
 from families import cases, family, rarely
+from layouts import layouts
 from pool import on_ranks, run_on_ranks, shared_folder
 from small_engines import engine_of, train_step
 from small_mixture import PLAN, WIDTH, layers, tokens
@@ -32,21 +34,9 @@ from paramp.tools.verify.user_code import build_model
 
 SAMPLES = 4
 OPTIONS = Options(model="faults:faulty_gpt", criterion="faults:criterion", exact=True, steps=2, batch_size=SAMPLES)
-LAYOUTS = {
-    "tp2": {"tensor": 2},
-    "dp2": {"data": 2},
-    "dp2+zero": {"data": 2, "zero": 1},
-    "pp2": {"pipeline": 2},
-    "pp2·tp2": {"pipeline": 2, "tensor": 2},
-    "dp2·tp2": {"data": 2, "tensor": 2, "sequence_parallel": True},
-    "ep2": {"expert": 2},
-    "cp2·ep2": {"context": 2, "expert": 2},
-    "cp2": {"context": 2},
-    "cp2·tp2": {"context": 2, "tensor": 2},
-    "cp2·pp2": {"context": 2, "pipeline": 2},
-    "fsdp2·cp2": {"context": 2, "data": {"shard": 2}},
-    "pp2 zero-bubble": {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 4}},
-}
+LAYOUTS = layouts("tp2, dp2, dp2+zero, pp2, pp2·tp2, ep2, cp2·ep2, cp2, cp2·tp2, cp2·pp2, fsdp2·cp2")
+LAYOUTS["dp2·tp2"] = {"data": 2, "tensor": 2, "sequence_parallel": True}
+LAYOUTS["pp2 zero-bubble"] = {"pipeline": {"size": 2, "schedule": "interleaved-zero-bubble", "microbatches": 4}}
 
 
 def run(world, folder, run):
@@ -274,36 +264,35 @@ def by_hand(single, *sharded, spans_stages=False, context_ranks=None):
     return report
 
 
-def test_of_a_step_the_masters_are_recorded_beside_the_weights_that_are_rounded(tmp_path):
-    start, x = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}, torch.randn(4, 4)
-    model, written = torch.nn.Linear(4, 4), trace.TraceWriter(tmp_path / "trace")
-    model.load_state_dict(start)
-    with paramp.launch_from_torch({"reproducible": True, "precision": "bf16-naive"}):
+def recorded(path, model, *factors, **config):
+    """By kind, name and step, what is recorded of a step for each of ``factors``, of its targets."""
+    written, x = trace.TraceWriter(path), torch.randn(4, 4)
+    with paramp.launch_from_torch({"reproducible": True} | config):
         engine = engine_of(model)
         with ExactRecorder(engine, [], written) as recorder:
-            recorder.begin(1, 0, 4)
-            recorder.end_step(train_step(engine, x))
-    written.close()
-    found = {(entry.key.kind, entry.key.name): entry.values for entry in trace.read(tmp_path / "trace")}
-    for name, value in start.items():
-        moved = value - 0.1 * found["gradient", name].float()
-        torch.testing.assert_close(found["master", name].view_as(value), moved)
-        assert torch.equal(found["weight", name], found["master", name].bfloat16())
-        assert not torch.equal(found["weight", name].float(), found["master", name])
-
-
-def test_of_a_step_the_norm_is_recorded_and_whether_it_is_skipped_with_the_scale_before_and_after(tmp_path):
-    written, x = trace.TraceWriter(tmp_path / "trace"), torch.randn(4, 4)
-    scaling = {"mode": "16-mixed", "init_scale": 16.0, "hysteresis": 1}
-    with paramp.launch_from_torch({"reproducible": True, "precision": scaling, "clip_grad_norm": 1.0}):
-        engine = engine_of(torch.nn.Linear(4, 4))
-        with ExactRecorder(engine, [], written) as recorder:
-            for step, factor in ((1, 1.0), (2, math.inf)):
+            for step, factor in enumerate(factors, 1):
                 recorder.begin(step, 0, 4)
                 recorder.end_step(train_step(engine, x, x * factor))
                 engine.zero_grad()
     written.close()
-    found = {(entry.key.kind, entry.key.name, entry.key.step): entry.values for entry in trace.read(tmp_path / "trace")}
+    return {(entry.key.kind, entry.key.name, entry.key.step): entry.values for entry in trace.read(path)}
+
+
+def test_of_a_step_the_masters_are_recorded_beside_the_weights_that_are_rounded(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    start = copy.deepcopy(model.state_dict())
+    found = recorded(tmp_path / "trace", model, 1.0, precision="bf16-naive")
+    for name, value in start.items():
+        moved = value - 0.1 * found["gradient", name, 1].float()
+        torch.testing.assert_close(found["master", name, 1].view_as(value), moved)
+        assert torch.equal(found["weight", name, 1], found["master", name, 1].bfloat16())
+        assert not torch.equal(found["weight", name, 1].float(), found["master", name, 1])
+
+
+def test_of_a_step_the_norm_is_recorded_and_whether_it_is_skipped_with_the_scale_before_and_after(tmp_path):
+    scaling = {"mode": "16-mixed", "init_scale": 16.0, "hysteresis": 1}
+    options = {"precision": scaling, "clip_grad_norm": 1.0}
+    found = recorded(tmp_path / "trace", torch.nn.Linear(4, 4), 1.0, math.inf, **options)
     gradients = torch.cat([found["gradient", name, 1].flatten() for name in ("weight", "bias")])
     torch.testing.assert_close(found["norm", "", 1].float(), gradients.norm().view(1) / 16)
     assert (found["decision", "", 1].tolist(), found["decision", "", 2].tolist()) == ([0, 16, 16], [1, 16, 8])
