@@ -38,6 +38,15 @@ def all_reduce_(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, op
         group.allreduce([tensor], op).wait()
 
 
+def largest_over_ranks(
+    numbers: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """The largest of each of ``numbers`` over ``group``, or the world, by one all-reduce on ``device``."""
+    largest = torch.tensor(numbers, dtype=torch.int64, device=device)
+    all_reduce_(largest, group, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def is_distributed(group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``group``, or the world, has several ranks; False without a world."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
@@ -144,9 +153,7 @@ def gather_different(value: Any, device: torch.device) -> list[Any]:
     Gathering from thousands of ranks takes seconds, so digests are compared first, by one all-reduce on ``device``.
     """
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-    bounds = torch.tensor([digest, -digest], device=device)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    highest, minus_lowest = bounds.tolist()
+    highest, minus_lowest = largest_over_ranks([digest, -digest], device)
     return [value] if highest == -minus_lowest else gather_objects(value)
 
 

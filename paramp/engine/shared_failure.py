@@ -106,12 +106,10 @@ class SharedFailure:
         return torch.full((1,), float(self._local_error is not None), dtype=torch.float64, device=self._context.device)
 
     def publish(self, num_failed: torch.Tensor, *, wait: bool = False) -> None:
-        """Raise on every rank if the sum of the flags, 0-dim, is not 0.
+        """Raise on every rank if the sum of the flags, 0-dim, is not 0; called only with :attr:`is_shared`.
 
         On a GPU, without ``wait``, the host does not wait for the sum: the next :meth:`check` raises.
         """
-        if not self.is_shared:  # its failures were raised at once
-            return
         self._published_kind = self.kind
         if self.num_failed.is_late and not wait:
             self.num_failed.start(num_failed)

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..base.collectives import largest_over_ranks
 from ..base.dtensor import full_tensor
 from ..base.errors import AfterBatchError, ConfigError
 from ..base.trees import map_tensors, tensors
@@ -157,10 +157,7 @@ class LoopRunner(BatchRunner):
 
     def _check_counts(self, num_batches: int, num_counts: int) -> None:
         """Check that ranks have as many batches, and that some count; a collective of the world."""
-        found = torch.tensor([num_batches, -num_batches, num_counts], device=self._context.device)
-        if self._context.world_size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        most, least, counts = found.tolist()
+        most, least, counts = largest_over_ranks([num_batches, -num_batches, num_counts], self._context.device)
         if not counts:
             raise ConfigError(NO_COUNTS)
         if most != -least:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.dtensor import version
 from ..base.errors import ConfigError
-from ..base.module_surgery import BATCH_NORMS, num_hooks, run_within
+from ..base.module_surgery import BATCH_NORMS, names_by_parameter, num_hooks, run_within
 from ..parallel.expert_balance import StepCounts
 
 
@@ -36,10 +36,7 @@ def check_modules(model: nn.Module) -> None:
 
 def check_ties(model: nn.Module) -> None:
     """Raise a ConfigError for a tied parameter whose gradients are not the sum of two, or are not seen whole."""
-    names_of: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[parameter].append(name)
-    for parameter, names in names_of.items():
+    for parameter, names in names_by_parameter(model).items():
         if len(names) > 2:
             raise ConfigError(
                 f"reproducible: {' and '.join(names)} are one parameter, expected at most two names: the order in "

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..base.backward_running import in_backward
+from ..base.collectives import gather_objects, largest_over_ranks
 from ..base.dtensor import is_dtensor, resized
 from ..base.errors import ConfigError
 from ..base.uncompiled import unwatched
@@ -24,12 +24,12 @@ from ..distributed.context import Axis, ParallelContext
 from ..distributed.token_positions import ACTIVE
 from ..parallel.context_axis.cut_sequences import SequenceAxis, SequencePlaces, scaled_dot_product_attention
 from ..parallel.context_axis.tokens_of_ranks import SequenceLayout
+from ..parallel.context_axis.visible_keys import Sees, Tile, VisibleKeys
 from ..parallel.microbatches import Batch
 from . import attention as products
 from .dropout_masks import Masks
 from .forwards_in_microchunk import Forwards
 from .sums_over_slices import aligned, fan_out, split
-from .tree_sum import gathered
 
 
 class ExactSequenceAxis(SequenceAxis):
@@ -77,13 +77,10 @@ class ExactSequenceAxis(SequenceAxis):
         if self.size == 1:
             return
         number = zlib.crc32(repr(sorted(ran.items())).encode())
-        bounds = torch.tensor([number, -number], device=self.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._group)
-        most, minus_least = bounds.tolist()
+        most, minus_least = largest_over_ranks([number, -number], self.device, self._group)
         if most == -minus_least:
             return
-        of_ranks: list[Any] = [None] * self.size
-        dist.all_gather_object(of_ranks, ran, self._group)
+        of_ranks = gather_objects(ran, self._group)
         names = {name for one in of_ranks for name in one}
         name = min(name for name in names if len({one[name] for one in of_ranks}) > 1)
         raise RuntimeError(
@@ -219,21 +216,15 @@ class ExactSequenceAxis(SequenceAxis):
         The second value says which queries see no key, bool (samples, 1, own, 1), if any can be so: torch's
         attention gives 0 for them. The first value has the query's own key there, because a softmax needs one.
         """
-        places = torch.arange(own * self.size, device=device)
-        rows = self.positions(own, device)
-        distance = rows[:, None] - places
-        seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            seen = seen & (distance.abs() < window)
-        seen = seen[None, None]
+        length = own * self.size
+        known = None if documents is None else self._known(documents, documents.shape[0], self.layout(own))
+        tile = Tile(slice(0, own), slice(0, length), self._rank * own, 0, Sees.MASKED)
+        seen = VisibleKeys(causal, window, known).mask(tile, device)
         if documents is None:
             return seen, None
-        numbers = documents[:, 0].long()  # (samples, 1, tokens)
-        whole = torch.cat(gathered(numbers, self._group if self.size > 1 else None), -1)
-        together = (numbers[:, 0, :, None].abs() == whole) & (whole > 0)
-        seen = seen & together[:, None]
         blind = ~seen.any(-1, keepdim=True)
-        return seen | blind & (distance == 0), blind
+        is_own = self.positions(own, device)[:, None] == torch.arange(length, device=device)
+        return seen | blind & is_own, blind
 
 
 def _given(noise: torch.Tensor | None) -> products.Noise:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ..base.collectives import all_reduce_
+from ..base.collectives import all_reduce_, largest_over_ranks
 from ..base.errors import ConfigError
 from ..distributed.context import ParallelContext
 from ..engine.accumulation_window import AccumulationWindow, LossTotals
@@ -113,7 +113,9 @@ class MicrochunkRun:
         self.position = Position(sum(self._step_counts()[:2]), call)
         self._num_microchunks = number
         bounds = [number, -number, shapes, -shapes]
-        most, minus_least, largest, minus_smallest = self._largest(bounds) if self._axis.size > 1 else bounds
+        if self._axis.size > 1:  # the host waits: a rank without microchunks needs the others' numbers
+            bounds = largest_over_ranks(bounds, self._device, self._axis.group)
+        most, minus_least, largest, minus_smallest = bounds
         least = -minus_least
         self._gradients.begin_call(max(number, 1))
         if call == 0:  # the same on all ranks, which add up their losses even if one has failed
@@ -135,13 +137,6 @@ class MicrochunkRun:
         if problem is not None:
             self._losses.failure.record(ConfigError(problem))
         return [] if problem else microchunks
-
-    def _largest(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each of ``numbers`` over data ranks. The host waits: one without needs the others'."""
-        found = torch.tensor(numbers, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._axis.group)
-        largest: list[int] = found.tolist()
-        return largest
 
     def move_to(self, index: int) -> None:
         """An operation of the microchunk ``index`` of this rank follows."""

@@ -119,6 +119,16 @@ class StepCounts(nn.Module):
         self.total = self.total + everywhere  # not in place, for uncounted_if_failed
         return counts if self._apart else self.known.clone()
 
+    def slope(self, counts: torch.Tensor) -> torch.Tensor:
+        """The derivatives of the loss, with ``counts`` as :attr:`total`, by the probabilities: (experts), fp64."""
+        raise NotImplementedError
+
+    def weighted(self, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Σ slope_i values_i, 0-dim, by what :meth:`add` returned; the gradient by what is known in the backward."""
+        if self._adds_up and not self._apart and torch.is_grad_enabled():
+            return cast(torch.Tensor, _WithLaterCounts.apply(values, counts, self))
+        return (self.slope(counts).to(values.dtype) * values).sum()
+
     def check_announced(self) -> None:
         """Raise a ValueError if the step that ends has other numbers than were announced.
 
@@ -184,15 +194,11 @@ class TokenCounts(StepCounts):
                 up to the backward; both have that of the whole step after :meth:`paramp.Engine.count_tokens`.
             probabilities: of each token (tokens, experts), floating point; P is its mean over tokens.
         """
-        mean = probabilities.mean(0)
-        if self._adds_up and not self._apart and torch.is_grad_enabled():
-            return cast(torch.Tensor, _Balance.apply(mean, counts, self))
-        return (self.slope(counts, mean.dtype) * mean).sum()
+        return self.weighted(probabilities.mean(0), counts)
 
-    def slope(self, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The derivatives of the balance with respect to P, E · f, (experts)."""
-        shares = counts.double() / counts.sum().clamp(min=1)  # counts may overflow in half precision
-        return (self.num_experts * shares).to(dtype)
+    def slope(self, counts: torch.Tensor) -> torch.Tensor:
+        """As in the base class, with respect to P: E · f."""
+        return self.num_experts * (counts.double() / counts.sum().clamp(min=1))  # counts may overflow in half precision
 
     @torch.no_grad()
     def end_step(self, skip: torch.Tensor) -> None:
@@ -207,20 +213,20 @@ class TokenCounts(StepCounts):
         return self.bias
 
 
-class _Balance(torch.autograd.Function):
-    """:meth:`TokenCounts.balance` of the mean probabilities, with the counts of the backward in the gradient."""
+class _WithLaterCounts(torch.autograd.Function):
+    """:meth:`StepCounts.weighted`, with the counts of the backward in the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, mean: torch.Tensor, counts: torch.Tensor, of: TokenCounts) -> torch.Tensor:
-        ctx.of, ctx.dtype = of, mean.dtype
-        return (of.slope(counts, mean.dtype) * mean).sum()
+    def forward(ctx: Any, values: torch.Tensor, counts: torch.Tensor, of: StepCounts) -> torch.Tensor:
+        ctx.of, ctx.dtype = of, values.dtype
+        return (of.slope(counts).to(values.dtype) * values).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if not ctx.of._num_added:
             raise RuntimeError(DROPPED)
-        return gradient * ctx.of.slope(ctx.of.known, ctx.dtype), None, None
+        return gradient * ctx.of.slope(ctx.of.known).to(ctx.dtype), None, None
 
 
 def num_chosen(index: torch.Tensor, shown: torch.Tensor | None, num_experts: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ..base.collectives import sends_by_host
+from ..base.collectives import largest_over_ranks, sends_by_host
 from ..base.dtensor import refusing_changes
 from ..base.errors import ConfigError, at_users_line
 from ..base.module_surgery import thawed_since
@@ -218,9 +218,7 @@ class Pipeline:
         is_new = key not in self._schedules
         if self._probing.size == 1:
             return is_new
-        found = torch.tensor(is_new, dtype=torch.int32, device=self._context.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, self._probing.group)
-        return bool(found)
+        return any(largest_over_ranks([is_new], self._context.device, self._probing.group))
 
     def _new_schedule(self, microbatches: Sequence[Batch], backward: bool) -> _Ready:
         received, sent = self._probe(microbatches[0])

@@ -191,7 +191,7 @@ def total_norm(
 
 def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
     """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks ``failed``, a number or 0-dim."""
-    distributed = dist.is_available() and dist.is_initialized()
+    distributed = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed and math.isinf(norm_type) else (0, 1)
     # gloo's MAX drops NaN, so for maxima a table with one element per rank is summed, and the maximum taken here.
     table = part.new_zeros(size + 1)

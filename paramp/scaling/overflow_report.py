@@ -36,7 +36,7 @@ class RankCoordinates:
     def here(context: World | None, stage: int | None = None) -> RankCoordinates:
         """The coordinates of this rank; ``stage`` None: its first stage."""
         if context is None:
-            return RankCoordinates(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+            return RankCoordinates(dist.get_rank() if dist.is_initialized() else 0)
         stage = context.pp.rank if stage is None else stage
         return RankCoordinates(context.rank, tuple(context.coordinates.items()), stage)
 
@@ -282,8 +282,7 @@ def non_finite_experts(stack: torch.Tensor, values: torch.Tensor) -> tuple[int, 
 
 def gather_findings(local_findings: list[Any], group: dist.ProcessGroup | None = None) -> list[list[Any]]:
     """``local_findings`` of every rank of ``group`` (None: the world), by rank; a collective."""
-    distributed = dist.is_available() and dist.is_initialized()
-    return gather_objects(local_findings, group) if distributed else [local_findings]
+    return gather_objects(local_findings, group) if dist.is_initialized() else [local_findings]
 
 
 def refuse_after_update(has_updated: bool, group: dist.ProcessGroup | None = None) -> None:

@@ -44,7 +44,7 @@ DOCUMENTED: list[Documented] = [
     Documented(("PlainStep.__call__", "MatrixStep.__call__"), "docs/step.md", "after the host has read one flag"),
     Documented(("DistributedGradScaler.step",), "docs/scaler.md", "`step` reads one flag, unless the optimizer has"),
     Documented(("SharedGradScaler.step", "ParampTrainer._clip"), "docs/scaler.md", ALWAYS),
-    Documented(("MicrochunkRun._largest",), "docs/reproducible.md", "and the host waits for them"),
+    Documented(("MicrochunkRun.begin",), "docs/reproducible.md", "and the host waits for them"),
     Documented(("Replicas.check",), "docs/replicas.md", "the host reads its result"),
 ]
 FEATURES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...base.collectives import largest_over_ranks
 from ...base.dtensor import full_tensor, local
 from ...base.errors import ConfigError
 from ...base.module_surgery import BATCH_NORMS, with_forward
@@ -189,9 +190,7 @@ class CutStage:
         """Whether no batch of this ``kind`` has been tried, here or, where data ranks wait, on one of them."""
         is_new = kind not in self._tried
         if self._gathers_weights or self.context.config.parallel.expert > 1:  # data ranks meet in a forward
-            found_new = torch.tensor(float(is_new), device=self.context.device)
-            dist.all_reduce(found_new, dist.ReduceOp.MAX, self.context.dp.group)
-            is_new = bool(found_new)
+            is_new = any(largest_over_ranks([is_new], self.context.device, self.context.dp.group))
         return is_new
 
     @cached_property

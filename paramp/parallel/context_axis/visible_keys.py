@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 class Documents:
     """The documents that are packed into the sequences of a batch. One batch needs one such object, for all layers.
 
-    Every rank of the group makes it: one all-gather, then one copy to the host, which decides what is computed.
+    Every rank of the group makes it: one all-gather, then one copy to the host where that decides what is computed.
     """
 
     def __init__(self, local: torch.Tensor, layout: SequenceLayout) -> None:
@@ -61,8 +61,11 @@ class Documents:
         """(B, length) int32, on the device of ``local``."""
         self.tiles: dict[tuple[VisibleKeys, Segments, Segments, int, bool], tuple[Tile, ...]] = {}
         """What was asked for before (:meth:`VisibleKeys.tiles`)."""
-        self._on_host = self.whole.cpu()
         self._bounds: dict[tuple[int, int, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @functools.cached_property
+    def _on_host(self) -> torch.Tensor:
+        return self.whole.cpu()
 
     def of(self, segments: Segments) -> torch.Tensor:
         """The documents of those tokens, (B, tokens)."""

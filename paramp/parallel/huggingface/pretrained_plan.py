@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...base.errors import ConfigError
-from ...base.module_surgery import matches
+from ...base.module_surgery import matches, names_by_parameter
 from ..tensor.colwise_and_rowwise import PackedColwise, PackedRowwise
 from ..tensor.expert_slices import ExpertSlices
 from ..tensor.sharding_plan import Plan
@@ -106,10 +106,8 @@ def _check_regions(model: nn.Module, plan: Plan, covered: Collection[str]) -> No
 
 def _replicate_ties(model: nn.Module, plan: Plan) -> None:
     """Remove modules from ``plan`` that share a weight with one that is not in it."""
-    sharing: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        sharing.setdefault(parameter, []).append(name.rpartition(".")[0])
-    while mixed := [names for names in sharing.values() if len({name in plan for name in names}) > 1]:
+    sharing = [[name.rpartition(".")[0] for name in names] for names in names_by_parameter(model).values()]
+    while mixed := [names for names in sharing if len({name in plan for name in names}) > 1]:
         for name in {name for names in mixed for name in names}:  # it may share another weight
             plan.pop(name, None)
 

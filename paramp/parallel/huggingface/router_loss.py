@@ -21,15 +21,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ...base.errors import ConfigError
 from ...base.replaced_in_torch import patched
-from ..expert_balance import DROPPED, StepCounts, num_chosen
+from ..expert_balance import StepCounts, num_chosen
 from ..recognize_stacked_experts import num_experts
 from .tokens_that_balance_experts import shown
 
@@ -83,33 +82,13 @@ class StepBalance(StepCounts):
             weight = num_labels.to(weight).view(1)
         counts = torch.cat([sums.numbers, weight])
         if not self.is_counting:
-            return (sums.probabilities * _slope(counts)).sum() / weight.clamp(min=1)[0]
-        so_far, probabilities = self.add(counts), sums.probabilities / weight.clamp(min=1)
-        if self._apart or not self._adds_up:
-            return (probabilities * _slope(so_far)).sum()
-        return cast(torch.Tensor, _WithLaterCounts.apply(probabilities, so_far, self))
+            return (sums.probabilities * self.slope(counts)).sum() / weight.clamp(min=1)[0]
+        return self.weighted(sums.probabilities / weight.clamp(min=1), self.add(counts))
 
-
-def _slope(counts: torch.Tensor) -> torch.Tensor:
-    """The derivatives of the loss, times K, with respect to the sums of probabilities, (experts), fp64."""
-    *_, tokens, weights = counts.double().unbind()
-    return (len(counts) - 2) * weights * counts[:-2] / tokens.clamp(min=1).square()
-
-
-class _WithLaterCounts(torch.autograd.Function):
-    """:meth:`StepBalance.loss`, with the counts of the backward in the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, probabilities: torch.Tensor, so_far: torch.Tensor, of: StepBalance) -> torch.Tensor:
-        ctx.of = of
-        return (probabilities * _slope(so_far)).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if not ctx.of._num_added:
-            raise RuntimeError(DROPPED)
-        return gradient * _slope(ctx.of.known), None, None
+    def slope(self, counts: torch.Tensor) -> torch.Tensor:
+        """As in the base class, times K, with respect to the sums of probabilities."""
+        *_, tokens, weights = counts.double().unbind()
+        return self.num_experts * weights * counts[:-2] / tokens.clamp(min=1).square()
 
 
 def sums_of(
