@@ -14,7 +14,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -203,7 +203,8 @@ class _Tracer(ValueTracer):
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         attributes, functions = self.attributes.following(root), self.recording_functions()
-        with attributes, functions, self.recording_autograd_functions(), _WithGradients():
+        self._of_parameters = _OfParameters(root)
+        with attributes, functions, self.recording_autograd_functions(), self._of_parameters:
             return super().trace(root, concrete_args)
 
     def changed_factories(self) -> set[Place]:
@@ -281,7 +282,7 @@ class _Tracer(ValueTracer):
         return run, [self.root, *inputs]
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and a.requires_grad and not isinstance(a, nn.Parameter):
+        if isinstance(a, torch.Tensor) and a in self._of_parameters:
             raise fx.proxy.TraceError(
                 "it computes with parameters that it gets from parameters() or the like, which tracing does not "
                 "record; use attributes, such as self.up.weight, or compute it in a submodule"
@@ -393,23 +394,29 @@ class _Tracer(ValueTracer):
             yield
 
 
-class _WithGradients(TorchFunctionMode):
-    """Lets what the forward computes of parameters alone require gradients, also where it has none, as in evaluation.
+class _OfParameters(TorchFunctionMode):
+    """Knows what the forward computes of the model's parameters and buffers alone: constants of the graph otherwise."""
 
-    So ``create_arg`` can refuse it: it would be a constant of the graph. The forward sees the gradient mode of its run.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._given = {id(one) for one in (*model.parameters(), *model.buffers())}
+        self._computed: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._computed
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
-        is_recorded = any(isinstance(one, fx.Proxy) for one in given)
-        if not is_recorded and any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
-            # RuntimeError: it has no gradient, as where it changes a parameter in place.
-            with suppress(RuntimeError), torch.enable_grad():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        returned = func(*args, **kwargs)
+        makes_anew = func.__name__.startswith("new_") or func.__name__.endswith("_like")
+        known = self._given | self._computed.keys()
+        if not makes_anew and any(id(one) in known for one in tree_leaves((args, kwargs))):
+            changed = [args[0]] if func is torch.Tensor.__setitem__ else tree_leaves(returned)
+            made = [one for one in changed if isinstance(one, torch.Tensor) and id(one) not in self._given]
+            self._computed |= {id(one): one for one in made}
+        return returned
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -82,6 +82,7 @@ class Two(nn.Module):
     def __init__(self, between=lambda module, y: y):
         super().__init__()
         self.one, self.two, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.state = nn.BatchNorm1d(4)
         self.between = between
 
     def forward(self, x):
@@ -197,6 +198,12 @@ class Keeping(Two):
         return self.two(self.one(x) * self.table)
 
 
+def shifted_by_a_row(module, y):
+    table = torch.zeros(4).clone()
+    table[:] = next(module.two.parameters()).data[0]
+    return y + table
+
+
 def silenced(module, y):
     with torch.no_grad():
         kept = reverse(y, 2.0)
@@ -254,7 +261,15 @@ def drawn_from_a_closure(generator):
         ),
         (Two(changed_copy), None, r"it changes a tensor in place at test_.*'table \+= y\[0\]', which is a constant"),
         (PenalizedInEvaluation(), None, "it computes with parameters that it gets from"),
-        (Two(scaled_without_gradients), None, "it computes with parameters that it gets from"),
+        *(
+            (Two(between), None, "it computes with parameters that it gets from")
+            for between in (
+                scaled_without_gradients,
+                lambda module, y: y * next(module.two.parameters()).detach(),
+                lambda module, y: y * next(iter(module.state.buffers())).exp(),
+                shifted_by_a_row,
+            )
+        ),
         (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),
@@ -444,6 +459,7 @@ def with_other_data(module, y):
         lambda module, y: y * 2 if is_tensor(y) else y,
         lambda module, y: tree_map_only(torch.Tensor, lambda one: one * 2, [y])[0],
         lambda module, y: torch.where(y > 0, y, 0.0),
+        lambda module, y: y + next(module.parameters()).new_ones(4) * torch.ones_like(next(module.parameters()).float())[0],
         lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
         lambda module, y: reverse(y, 2.0) + Reversed.apply(y, 0.5),
