@@ -39,9 +39,10 @@ from train_app.reporter import (
     facts_of,
     memory_bytes,
 )
-from train_app.settings import NORMS, Job, TrainConfig, all_settings, check_same, configure
+from train_app.settings import Job, TrainConfig, all_settings, check_same, configure
 
 import paramp
+from paramp.base.installed_packages import check_installed
 from paramp.base.values_checked_by_type import user_path
 from paramp.checkpoint.open_checkpoint import open_together
 from paramp.distributed.error_report import report_failure
@@ -52,7 +53,8 @@ from paramp.engine.lr_scheduler import Scheduler
 from paramp.engine.signals import StopRequest
 from paramp.observe.timeline import Timeline
 from paramp.tools.metrics import set_aside
-from paramp.tools.plot import check_matplotlib, plot_histogram
+from paramp.tools.plot import plot_histogram
+from paramp.tools.verify.options import NORMS
 
 
 def main() -> int:
@@ -77,7 +79,7 @@ def train(context: paramp.ParallelContext, settings: Job) -> int:
     if job.tensorboard:  # on every rank, before data and model are loaded
         check_tensorboard()
     if job.histogram is not None:
-        check_matplotlib("train.histogram")
+        check_installed("matplotlib", "plot", "train.histogram")
     configured = context.config.gradient_accumulation
     found, saved_position = find_checkpoint(context, job)
     check_sizes(context, job)

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
-from paramp import ConfigError, Metrics, ParallelContext
+from paramp import Metrics, ParallelContext
+from paramp.base.installed_packages import check_installed
 from paramp.base.values_checked_by_type import user_path
 from paramp.config.files import load
 from paramp.tools.metrics import Hook, set_aside, writing_to
@@ -47,11 +48,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def check_tensorboard() -> None:
     """Raise a ConfigError if TensorBoard is not installed. Every rank calls it, so that all raise."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            'train.tensorboard: tensorboard is not installed; run pip install "paramp[tensorboard]", or '
-            "remove --tensorboard"
-        )
+    check_installed("tensorboard", "tensorboard", "train.tensorboard", ", or remove --tensorboard")
 
 
 class Reporter:

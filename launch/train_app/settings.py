@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paramp import Config, ConfigError, algorithms
+from paramp import Config, ConfigError
 from paramp.base.collectives import gather_objects
 from paramp.base.errors import key_name, nearest, require, shown
 from paramp.base.values_checked_by_type import build, keys
@@ -31,12 +31,6 @@ PATHS = (
 """Settings that may differ from machine to machine."""
 MODELS = {name: kind for kind in (GPT, MoEGPT) for name in kind.presets}
 """The class of each preset."""
-NORMS: dict[str, list[Any]] = {
-    "plain": [],
-    "low-precision": [algorithms.LowPrecisionLayerNorm()],
-    "fused": [algorithms.FusedLayerNorm()],
-}
-"""Value of ``--norms`` -> the algorithms that :func:`paramp.initialize` applies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +106,8 @@ class TrainConfig:
         folder, logs, peak = self.checkpoint_dir is not None, self.log_dir is not None, self.peak_tflops
         unsaved, fix = "because there is no checkpoint_dir to", "set it with --checkpoint-dir DIR"
         unlogged = "because there is no log_dir to write to; set it with --log-dir DIR"
-        rules = [(name, _is_count(getattr(self, name)), "an integer of 1 or more") for name in counts]
+        numbers = ((name, getattr(self, name)) for name in counts)
+        rules = [(name, number is None or number >= 1, "an integer of 1 or more") for name, number in numbers]
         rules += [
             ("lr", self.lr > 0 and math.isfinite(self.lr), "a finite number above 0"),
             ("weight_decay", self.weight_decay >= 0, "a number of 0 or more"),
@@ -132,10 +127,6 @@ class TrainConfig:
             rules.append((name, logs or step is None or name == "plant_overflow", f"None, {unlogged}"))
         for name, fits, allowed in rules:
             require(fits, name, getattr(self, name), allowed)
-
-
-def _is_count(value: int | None) -> bool:
-    return value is None or value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Literal
 
+from .errors import ConfigError
+
 SUBPACKAGES = ("normalization", "optimizers")
 """Subpackages of NVIDIA's Apex that the package on PyPI lacks."""
 
@@ -103,6 +105,12 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # loaded without a spec
         return False
+
+
+def check_installed(name: str, extra: str, option: str, otherwise: str = "") -> None:
+    """Raise a ConfigError if the package ``name``, which ``option`` needs and ``extra`` installs, is not there."""
+    if not _is_there(name):
+        raise ConfigError(f'{option}: {name} is not installed; run pip install "paramp[{extra}]"{otherwise}')
 
 
 def installed_version(name: str) -> str | None:

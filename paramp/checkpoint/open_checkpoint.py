@@ -179,15 +179,6 @@ def _allow_open(num_files: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def problems(path: str | Path) -> list[str]:
-    """The problems of the checkpoint at ``path``; empty if it is intact."""
-    try:
-        with OpenCheckpoint(path) as checkpoint:
-            return checkpoint.problems()
-    except CheckpointError as error:
-        return [str(error)]
-
-
 def open_together(path: str | Path, group: dist.ProcessGroup, *, check: bool = True) -> OpenCheckpoint:
     """Open the same checkpoint on every rank of ``group``. Each rank checks a part of the files; all ranks call this.
 

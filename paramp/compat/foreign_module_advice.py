@@ -341,18 +341,8 @@ COMPOSER = {
 }
 TABLES = {"apex": APEX, "colossalai": COLOSSALAI, "composer": COMPOSER}
 """By library: an alternative, and the modules to which it belongs; in braces the submodules of the one before."""
-SAME = {
-    "colossalai.initialize": "colossalai",
-    "colossalai.legacy": "colossalai",
-    **{
-        f"colossalai.legacy.{name}": f"colossalai.{name}"
-        for name in ("amp", "context", "core", "nn", "trainer", "utils")
-    },
-    "colossalai.legacy.initialize": "colossalai",
-    "colossalai.legacy.nn.metric": "colossalai.nn.metric",
-    "colossalai.legacy.trainer.hooks": "colossalai.trainer.hooks",
-}
-"""Modules without a file whose names another one has."""
+SAME = {"colossalai.legacy": "colossalai", "colossalai.initialize": "colossalai"}
+"""Modules without a file whose names another one has; and so their submodules."""
 
 
 def alternatives(library: str) -> dict[str, str]:
@@ -392,11 +382,12 @@ def _is_known(module: ModuleType, name: str) -> bool:
 
 
 def _source(library: str, path: str) -> str | None:
-    """The module whose names ``path`` has: of :data:`SAME`, or the nearest module with a file above it."""
-    full = f"{library}.{path}"
-    while full != library:
-        if found := SAME.get(full):
-            return f"{__package__}.{found}"
+    """The module whose names ``path`` has: the nearest with a file above it, or above its place by :data:`SAME`."""
+    full, is_same = f"{library}.{path}", False
+    for module, other in SAME.items():
+        if f"{full}.".startswith(f"{module}."):
+            full, is_same = other + full.removeprefix(module), True
+    while is_same or full != library:
         if _has_file(f"{__package__}.{full}"):
             return f"{__package__}.{full}"
         full = full.rpartition(".")[0]

@@ -87,11 +87,11 @@ def adopt(config: Any, *, precision: Dtype = "float16", loss_scaling: LossScalin
     for path in IN_PACKAGE:
         _torchtitan(path)
     trainer = _torchtitan("trainer.Trainer")
-    if not isinstance(config, trainer.Config) or isinstance(config, ParampTrainer.Adopted):
+    kind: Any = type(config)
+    if not isinstance(config, trainer.Config) or issubclass(getattr(kind, "_owner", object), ParampTrainer):
         raise ConfigError(f"config: got {type(config).__qualname__}, expected a Trainer.Config of torchtitan's")
     _check_config(precision, config)
     values = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
-    kind: Any = type(config)
     return _adopted(kind).Config(**values, precision=precision, loss_scaling=loss_scaling or LossScaling())
 
 
@@ -179,11 +179,6 @@ class ParampTrainer:
             self.context.close()
         super().close()  # type: ignore[misc]  # torchtitan's
 
-    class Adopted:
-        """Marks the configurations that :func:`adopt` returns."""
-
-        __slots__ = ()
-
 
 class CheckpointedScaler(DistributedGradScaler):
     """The scaler of a trainer, which may load the state of a run in another precision."""
@@ -251,8 +246,7 @@ def _adopted(config: type) -> Any:
     """The subclass of the trainer of ``config``; its ``Config`` has two fields more."""
     trainer: type = config._owner  # type: ignore[attr-defined]
     added = [("precision", Dtype, "float16"), ("loss_scaling", LossScaling, field(default_factory=LossScaling))]
-    bases = (config, ParampTrainer.Adopted)
-    made = make_dataclass("Config", added, bases=bases, kw_only=True, slots=True)
+    made = make_dataclass("Config", added, bases=(config,), kw_only=True, slots=True)
     # This registers it for build().
     return type(f"Paramp{trainer.__name__}", (ParampTrainer, trainer), {"Config": made})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class OwnModel(Stages):
         """A context for forward and backward: without compilation, and without the reduction of DDP."""
         with ExitStack() as stack:
             if self.is_compiled:
-                stack.enter_context(_eagerly())
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # with their hooks
             for one in self._ddp:
                 stack.callback(setattr, one, "require_forward_param_sync", one.require_forward_param_sync)
                 stack.enter_context(one.no_sync())  # type: ignore[operator]
@@ -139,8 +139,3 @@ class OwnModel(Stages):
         for gradient in [one.grad for one in trained if one.grad is not None] if self._ddp else []:
             gradient /= dist.get_world_size(group)
         sum_([local(parameter.grad) for parameter in trained if parameter.grad is not None], group)
-
-
-def _eagerly() -> AbstractContextManager[Any]:
-    """A context in which compiled modules run eagerly, with their hooks."""
-    return torch.compiler.set_stance("force_eager")

@@ -211,12 +211,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
-    return value if is_finite(value) else None
-
-
-def is_finite(value: object) -> bool:
-    """False for a float that is infinite or not a number; True for everything else."""
-    return not isinstance(value, float) or math.isfinite(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

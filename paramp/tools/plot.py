@@ -6,7 +6,6 @@ gradient norm, and tokens per second with the percentage of time spent waiting f
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from ..base.errors import ConfigError
+from ..base.installed_packages import check_installed
 from ..base.values_checked_by_type import user_path
 from ..observe.grad_histogram import GradientHistogram
 from .read_run import LoggedRun, read_run
@@ -38,7 +38,7 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     Raises:
         ConfigError: matplotlib is not installed, a run cannot be read, or the format or folder of ``out`` is wrong.
     """
-    check_matplotlib("plot")
+    check_installed("matplotlib", "plot", "plot")
     runs = [read_run(folder) for folder in log_dirs]
     for run in runs:
         for text in run.left_out[:3]:
@@ -53,12 +53,6 @@ def plot(log_dirs: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise ConfigError(f"plot: --out: no folder {str(path.parent)!r}")
     figure.savefig(path, dpi=150)
     return path
-
-
-def check_matplotlib(name: str) -> None:
-    """Raise a ConfigError if matplotlib is not installed; ``name`` is the option that needs it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f'{name}: matplotlib is not installed; run pip install "paramp[plot]"')
 
 
 def draw(runs: Sequence[LoggedRun]) -> Any:
@@ -192,7 +186,7 @@ def _draw_speed(axes: Any, runs: Sequence[LoggedRun]) -> None:
 
 def plot_histogram(histogram: GradientHistogram, out: str | Path) -> None:
     """Plot ``histogram`` into the file ``out``; a ConfigError if matplotlib is not installed."""
-    check_matplotlib("histogram")
+    check_installed("matplotlib", "plot", "histogram")
     draw_histogram(histogram).savefig(user_path(out), dpi=150)
 
 

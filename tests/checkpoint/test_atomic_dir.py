@@ -17,7 +17,8 @@ import paramp
 from paramp.base.errors import CheckpointError, ConfigError
 from paramp.checkpoint import atomic_dir, safetensors_io
 from paramp.checkpoint.atomic_dir import Written
-from paramp.checkpoint.open_checkpoint import OpenCheckpoint, problems
+from paramp.checkpoint.convert import inspect
+from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.engine.checkpoint_manager import Checkpoints, find
 
 EVIL = b"cposix\nsystem\n(S'touch EXECUTED'\ntR."
@@ -54,7 +55,7 @@ def folder(trained, tmp_path):
 
 def test_old_checkpoints_are_thinned_out(trained):
     assert sorted(path.name for path in trained.iterdir()) == ["step-00000004", "step-00000006", "step-00000007"]
-    assert all(not problems(path) for path in trained.iterdir())
+    assert all(not inspect(path)["damage"] for path in trained.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
@@ -172,7 +173,7 @@ def test_what_a_forged_checkpoint_says_is_refused(folder):
             each_raises(CheckpointError, {words: lambda: engine.load(path)})
     for name in ("../other", "/dev/zero", ".hidden", "a/b", ""):
         (path / "manifest.json").write_bytes(atomic_dir._manifest(files | {name: Written(0, "0" * 64)}))
-        (found,) = problems(path)
+        (found,) = inspect(path)["damage"]
         assert "manifest.json' is damaged" in found
 
 
@@ -199,9 +200,9 @@ def test_only_checkpoints_and_their_remains_are_replaced(tmp_path):
         each_raises(CheckpointError, {"has 'export', which no save writes, so it is not": lambda: engine.save(path)})
         (path / "export").rmdir()
         (path / "manifest.json").unlink()
-        assert problems(path)
+        assert inspect(path)["damage"]
         engine.save(path)
-        assert not problems(path)
+        assert not inspect(path)["damage"]
 
 
 @pytest.mark.parametrize("seen", [None, b"of"])

@@ -26,7 +26,7 @@ from paramp.base.errors import CheckpointError
 from paramp.checkpoint import sharded_save
 from paramp.checkpoint.async_save import Saver
 from paramp.checkpoint.chunks import whole_chunk
-from paramp.checkpoint.open_checkpoint import problems
+from paramp.checkpoint.convert import inspect
 from paramp.checkpoint.safetensors_io import TensorFile
 
 
@@ -87,7 +87,7 @@ def test_what_is_saved_beside_the_training_is_what_was_there_when_it_was_asked_f
         assert torchs_save.called
         assert torchs_load.called
         other.save(folder / "last", wait=False)
-    assert problems(folder / "last") == []
+    assert inspect(folder / "last")["damage"] == []
     assert not [one for one in {*threading.enumerate()} - threads if one.name.startswith("paramp-save")]
 
 
@@ -172,7 +172,7 @@ def test_two_engines_save_at_once(world):
 
     with mock.patch.object(sharded_save, "write", slow_write):
         each_raises(CheckpointError, {"the checkpoint was written, but then: IndexError": save_both})
-    assert [problems(folder / name) for name in ("a", "b", "late", "last")] == [[]] * 4
+    assert [inspect(folder / name)["damage"] for name in ("a", "b", "late", "last")] == [[]] * 4
 
 
 @pytest.mark.parametrize("precision", ["16-naive", "bf16-naive"])

@@ -17,7 +17,7 @@ from victims import Run
 import paramp
 from paramp.base.errors import CheckpointError
 from paramp.checkpoint import atomic_dir
-from paramp.checkpoint.open_checkpoint import problems
+from paramp.checkpoint.convert import inspect
 from paramp.engine.checkpoint_manager import find
 
 SCRIPT = "tests/support/scripts/save_and_load.py"
@@ -46,7 +46,7 @@ def test_loads_against_saves_are_each_of_one_save(tmp_path, num_savers, loads):
         for found in map(outcome, savers):
             assert found["errors"] == {}
             assert found["calls"] > 0
-    assert not problems(path)
+    assert not inspect(path)["damage"]
     assert [left.name for left in tmp_path.iterdir() if left.is_dir()] == ["saved"]
 
 

@@ -23,7 +23,7 @@ from train_app.settings import Job, TrainConfig
 from victims import TINY, Run
 
 import paramp
-from paramp.checkpoint.open_checkpoint import problems
+from paramp.checkpoint.convert import inspect
 
 SCRIPT = [*TINY, "--precision", "32-true", "--set", "model.num_layers=2"]
 
@@ -271,7 +271,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole, tmp_path):
     assert f"resumed from {folder / 'step-00000018'}, after step 18" in result.stdout
     assert losses(log) == whole[1]
     assert losses(log, "metrics.1.jsonl") == whole[1]
-    assert not problems(folder / "step-00000020")
+    assert not inspect(folder / "step-00000020")["damage"]
     assert (log / "train.log").read_text().count("step 20/20") == 2
     other = python(*command, "--data", "LICENSE")
     assert other.returncode == 2
@@ -310,7 +310,7 @@ def test_a_signal_to_one_rank_ends_all_after_that_step_with_its_code(world, numb
         assert train.train(context, job) == 128 + number
     (saved,) = folder.iterdir()
     assert saved.name == "step-00000002"
-    assert not problems(saved)
+    assert not inspect(saved)["damage"]
     with paramp.launch_from_torch({}) as context:  # the evaluation is made, and the schedule is that of three steps
         assert train.train(context, replace(job, train=TrainConfig(steps=3, **options))) == 0
     if world.rank == 0:
@@ -339,7 +339,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_fewer_ranks(whole, t
     assert f"saved {stopped}" in text
     assert f"by signal {number:d}; --resume auto continues from there" in text
     assert ("(Ctrl-C once more: stop at once)" in text) == (number == signal.SIGINT)
-    assert not problems(stopped)
+    assert not inspect(stopped)["damage"]
     result = succeeded(python(*COMMAND, *options))
     message = "1 data ranks, before 2: gradient_accumulation = 2 keeps the global batch of 16"
     assert (message in result.stdout) == (ranks == 2)
@@ -360,7 +360,7 @@ def test_data_that_gets_lost_is_an_error_after_a_checkpoint(tmp_path):
     assert code == 2, text
     (saved,) = folder.iterdir()
     assert f"saved {saved}" in text
-    assert not problems(saved)
+    assert not inspect(saved)["damage"]
     assert text.count("error: ") == 1, text
     assert repr(str(data)) in text
     assert "at byte" in text

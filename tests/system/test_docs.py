@@ -28,7 +28,7 @@ from train_app.settings import DEFAULTS, configure
 
 import paramp
 from paramp.amp import AMP_TYPE
-from paramp.checkpoint.open_checkpoint import problems
+from paramp.checkpoint.convert import inspect
 from paramp.compat.apex import amp
 from paramp.config.files import load, merge
 from paramp.precision.modes import PRESETS
@@ -264,7 +264,7 @@ def test_the_tutorial_saves_and_ends_on_every_rank_after_the_batch_of_a_ctrl_c_t
     assert end.value.code == (130 if world.rank == 1 else 143)
     (saved,) = (folder / "run").glob("step-*")
     assert saved.name == "step-00000001"
-    assert not problems(saved)
+    assert not inspect(saved)["damage"]
 
 
 def test_the_table_of_extras_is_that_of_the_project():

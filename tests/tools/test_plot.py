@@ -91,6 +91,6 @@ def test_user_errors_are_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch)
     damaged = str(folder_of(tmp_path / "word", [{"step": 1, "loss": "low"}, *RECORDS]))
     assert main(["plot", damaged]) == 0
     assert capsys.readouterr().err == "word: left out: step 1, loss: got 'low', expected a number or null\n"
-    monkeypatch.setattr("paramp.tools.plot.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["plot", good]) == 2
     assert 'pip install "paramp[plot]"' in capsys.readouterr().err

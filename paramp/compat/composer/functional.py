@@ -103,12 +103,8 @@ def _replace_norms(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizers: got {type(optimizer).__name__}, expected an optimizer or several")
     kind, new = type(model).__name__, replacement.__name__
-    if not _has_effect(precision):
-        name = precision.name if isinstance(precision, Precision) else precision
-        listed = name in WITHOUT_EFFECT
-        why = "in which Composer does not change norms" if listed else "which has no autocast to fp16 or bf16"
-        message = f"{new} has no effect in precision {name!r}, {why}; {kind} is not changed"
-        warnings.warn(message, NoEffectWarning, stacklevel=3)
+    if why := _why_without_effect(precision):
+        warnings.warn(f"{new} has no effect in {why}; {kind} is not changed", NoEffectWarning, stacklevel=3)
         return 0
     names = replace_class(model, plain, replacement)
     if not names and not any(isinstance(module, replacement) for module in model.modules()):
@@ -118,16 +114,18 @@ def _replace_norms(
     return len(names)
 
 
-def _has_effect(precision: Mode | None) -> bool:
+def _why_without_effect(precision: Mode | None) -> str | None:
+    """``precision`` with the reason why norms are not changed in it; None if they are."""
     if precision is None:
-        return True
+        return None
     name = precision.name if isinstance(precision, Precision) else precision
     if name in WITHOUT_EFFECT:
-        return False
+        return f"precision {name!r}, in which Composer does not change norms"
     try:
-        return Precision.parse(precision).autocast
+        casts = Precision.parse(precision).autocast
     except ConfigError as error:
         raise ConfigError(f"{error}; or one of {', '.join(WITHOUT_EFFECT)}, which change nothing") from None
+    return None if casts else f"precision {name!r}, which has no autocast to fp16 or bf16"
 
 
 __getattr__ = missing(__name__, {}, "only Composer's functions on norms are here; write the other in your own loop")

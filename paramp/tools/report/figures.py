@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 # Okabe and Ito's hues (2008), which colour-blind readers tell apart, with the contrast of either background.
 BLUE, ORANGE, GREEN, PINK, YELLOW, GREY = "#0069a8", "#c94f00", "#00805f", "#a8487f", "#8f6a00", "#6e7781"
 TEXT, GRID, SURFACE, LINE = "#1f2329", "#e7eaee", "#fefefe", "#c9ced6"
@@ -27,7 +29,6 @@ DARK = {
     LINE: "#3d4550",
 }
 """A colour -> that in dark mode."""
-SERIES = (BLUE, ORANGE, GREEN, PINK, YELLOW)
 FONT = "system-ui, sans-serif"
 SUPERSCRIPT = "return '2' + String(tick).replace(/./g, c => '⁰¹²³⁴⁵⁶⁷⁸⁹'[c] ?? (c === '-' ? '⁻' : '·'))"
 """The label of a tick on an axis of exponents of 2, in JavaScript."""
@@ -40,31 +41,17 @@ LEFT = 64
 """The least width in pixels of what is left of a frame, so that figures over steps are aligned."""
 
 
-def ramp(light: Sequence[str], dark: Sequence[str], steps: int) -> list[str]:
-    """A palette of ``steps`` colours through those of ``light``; its colours in dark mode join :data:`DARK`."""
-    pairs = zip(_between(light, steps), _between(dark, steps), strict=True)
-    palette = []
-    for one, other in pairs:
-        DARK[one] = other
-        palette.append(one)
-    return palette
-
-
-def _between(colours: Sequence[str], steps: int) -> list[str]:
-    import numpy as np
-
+def _ramp(*colours: str) -> list[str]:
+    """A palette of 40 colours through ``colours``."""
     corners = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in colours], float)
-    places = np.linspace(0, len(colours) - 1, steps)
+    places = np.linspace(0, len(colours) - 1, 40)
     channels = [np.interp(places, range(len(colours)), corner).round().astype(int) for corner in corners.T]
     return [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in zip(*channels, strict=True)]
 
 
-HEAT = ramp(
-    ("#eaf2fa", "#b5d4ea", "#6aaed6", "#2676b8", "#08336e"),
-    ("#17222e", "#1c456b", "#2a7ab5", "#6fb9e8", "#dff1ff"),
-    40,
-)
+HEAT = _ramp("#eaf2fa", "#b5d4ea", "#6aaed6", "#2676b8", "#08336e")
 """Few to many elements."""
+DARK |= zip(HEAT, _ramp("#17222e", "#1c456b", "#2a7ab5", "#6fb9e8", "#dff1ff"), strict=True)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import time
@@ -10,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import ConfigError, require
+from ...base.errors import require
+from ...base.installed_packages import check_installed
 from ..read_run import LoggedRun, read_run
 from . import tables
 from .figures import DARK, Panel
@@ -20,12 +20,6 @@ from .timeline_panel import timeline_panels
 
 NAME = "report.html"
 TEMPLATES = Path(__file__).parent
-
-
-def check_bokeh() -> None:
-    """Raise a ConfigError if Bokeh is not installed."""
-    if importlib.util.find_spec("bokeh") is None:
-        raise ConfigError('report: bokeh is not installed; run pip install "paramp[report]"')
 
 
 def report(folder: str | Path, live: float | None = None) -> Iterator[Path]:
@@ -38,7 +32,7 @@ def report(folder: str | Path, live: float | None = None) -> Iterator[Path]:
     Raises:
         ConfigError: Bokeh is not installed, the run has no step that can be read, or ``live`` is less than 1.
     """
-    check_bokeh()
+    check_installed("bokeh", "report", "report")
     require(live is None or live >= 1, "--live", live, "a number of seconds, 1 or more")
     while True:
         run = read_run(folder)

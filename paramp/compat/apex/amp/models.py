@@ -16,6 +16,7 @@ from torch import nn
 from ....base.module_surgery import cast_parameters
 from ....base.torch_internals import take
 from ....base.trees import children, rebuilt
+from ....base.wrapped_models import is_unit
 from ....precision.compute_context import ComputeContext
 from ....precision.modes import Precision
 from ...masters_that_users_change import round_to_weights
@@ -36,7 +37,7 @@ def check_models(models: Sequence[object], *, cast: bool) -> None:
         wrapper = next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in WRAPPERS), None)
         if wrapper is not None:
             raise AmpError(f"models: got a model in {wrapper}; wrap the model that amp.initialize returns instead")
-        if cast and any(kind.__name__ == "FSDPModule" for part in model.modules() for kind in type(part).__mro__):
+        if cast and any(map(is_unit, model.modules())):
             raise AmpError(
                 "models: got a model under fully_shard, which keeps its own record of the parameters, so that they "
                 'cannot be cast; use opt_level "O1", or the mp_policy of fully_shard'

@@ -27,6 +27,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ....base.dtensor import is_dtensor
 from ....base.errors import ConfigError
 from ....base.module_surgery import names_by_parameter
+from ....base.wrapped_models import is_unit
 from ....distributed.context import current_context
 from ....optim.user_optimizer import check_elementwise, check_optimizer, repoint, warn_of_eps, why_weights_are_missed
 from ....parallel.tensor.sharded_loss import vocab_parallel_loss
@@ -194,13 +195,12 @@ def _check_arguments(model: Any, optimizer: Any, criterion: Any, precision: Prec
                 "use paramp.initialize"
             )
     for name, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__}
         if isinstance(module, WRAPPERS):
             raise ConfigError(
                 f"model: {name or 'it'} is wrapped in {type(module).__name__}, which would keep the old "
                 "parameters; convert first, and wrap the returned model"
             )
-        if "FSDPModule" in kinds and precision.weights is not torch.float32:
+        if is_unit(module) and precision.weights is not torch.float32:
             raise ConfigError(
                 f"model: {name or 'it'} is sharded by fully_shard, whose parameters cannot be replaced by "
                 f"{precision.weights} ones; use a mode with fp32 weights, such as '16-mixed'"

@@ -85,7 +85,9 @@ class Trainer:
         self.steps_per_epoch, self.max_epochs, self.max_steps = len(train_dataloader), epochs, max_steps
         self._train_loader = train_dataloader
         self._go_back()
-        with self._fitting(hooks):
+        self._attach(hooks)
+        self._is_fitting = True
+        try:
             self._call("before_train")
             self.cur_step = self._first_step()
             if _given_before(train_dataloader) >= self.steps_per_epoch:  # a checkpoint before the end of an epoch
@@ -98,6 +100,8 @@ class Trainer:
             if self._is_over() and self._logger is not None:
                 self._logger.info(f"training ends after max_steps = {max_steps} batches", ranks=[0])
             self._call("after_train")
+        finally:
+            self._is_fitting = False
 
     def evaluate(
         self,
@@ -145,16 +149,6 @@ class Trainer:
     def _first_step(self) -> int:
         """:attr:`cur_step` at the start of a ``fit``."""
         return max(self.cur_step, self.cur_epoch * self.steps_per_epoch + self._given())
-
-    @contextmanager
-    def _fitting(self, hooks: Sequence[BaseHook] | None) -> Iterator[None]:
-        """The context of a ``fit`` with ``hooks``."""
-        self._attach(hooks)
-        self._is_fitting = True
-        try:
-            yield
-        finally:
-            self._is_fitting = False
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
