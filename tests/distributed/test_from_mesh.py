@@ -1,5 +1,6 @@
 """A context over a mesh of others: norms, decisions and checkpoints as in one process; their groups stay alive."""
 
+import functools
 import math
 
 import pytest
@@ -216,10 +217,7 @@ AXES = ("model pipe", "model batch", "model fsdp", "fsdp pipe", "batch pipe", "d
 @on_ranks(4)
 def test_an_engine_on_a_mesh_of_others_trains_as_one_process(world, axes):
     """The tensor or data axis is the slowest, which it never is on a mesh of paramp's own."""
-    mesh, adamw = (
-        by_name(dict.fromkeys(axes.split(), 2)),
-        {"optimizer": lambda weights: torch.optim.AdamW(weights, 1e-3)},
-    )
+    mesh, adamw = by_name(dict.fromkeys(axes.split(), 2)), functools.partial(torch.optim.AdamW, lr=1e-3)
     losses, _ = plain_fp32_training(4)
     assert abs(losses[-1] - losses[0]) > 1e-4
     parallel = {"pipeline": {"schedule": "gpipe"}, "sequence_parallel": "model" in axes, "zero": int("batch" in axes)}
@@ -230,10 +228,10 @@ def test_an_engine_on_a_mesh_of_others_trains_as_one_process(world, axes):
         if "model" in axes:
             assert context.tp.group is mesh.get_group("model")
             assert (context.tp.rank, context.tp.size, context.config.parallel.tensor.size) == (world.rank // 2, 2, 2)
-        actual, _ = train_engine(context, small_gpt, gpt_loss, 4, **adamw)
+        actual, _ = train_engine(context, small_gpt, gpt_loss, 4, optimizer=adamw)
         torch.testing.assert_close(actual, losses, atol=1e-5, rtol=0)
         model = small_gpt(num_layers=2)
-        engine, *_ = paramp.initialize(model, adamw["optimizer"], model.loss, context=context)
+        engine, *_ = paramp.initialize(model, adamw, model.loss, context=context)
         parameters = [value for _, value in engine.named_parameters()]
         if axes in ("model pipe", "model batch"):
             assert {value.device_mesh for value in parameters if isinstance(value, DTensor)} == {mesh["model"]}

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from beside_plain import seeded
 from exact_tasks import TASKS, mixtures
 from exact_training import EXPERT_LAYOUTS, Part, assert_same_bits, reference, trained, trained_in_modes
 from families import SEED, WHOLE, cases, family, number
@@ -71,19 +72,17 @@ def test_a_run_that_was_stopped_goes_on_in_another_layout(before, after, mode, t
 def test_it_trains_as_plain_torch_does(world):
     """Equal bits alone would also be those of a mistake that every layout makes. The balance is each sample's."""
     batch = TASKS["mixtures"].batch(0)
-    torch.manual_seed(7)
-    model = mixtures(dropout=0.0)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model, same = (seeded(partial(mixtures, dropout=0.0), seed=7) for _ in range(2))
     for x, y in zip(*batch, strict=True):
         (MoEGPT.loss(model(x[None]), y[None]) / 4).backward()
     with paramp.launch_from_torch({"reproducible": {"slices": 4}, "parallel": {"expert": 2}}) as context:
-        torch.manual_seed(7)
-        engine = engine_of(mixtures(dropout=0.0), MoEGPT.loss, partial(torch.optim.SGD, lr=1.0))
+        engine = engine_of(same, MoEGPT.loss, partial(torch.optim.SGD, lr=1.0))
         engine.forward_backward(*(one.chunk(2)[context.dp.rank] for one in batch))
         engine.step()
         found = engine.full_state_dict()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        way = parameter.detach() - found[name]
+        torch.testing.assert_close(way, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @on_ranks(2)
@@ -149,45 +148,35 @@ def test_what_experts_return_is_added_in_the_order_of_the_experts(world):
         assert len(outputs) == 2
 
 
-def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():
-    """The gradients are those of plain torch, whose experts leave such rows out."""
+def check_gradients(num_choices, num_experts, parallel):
+    """Those of mixtures whose routers choose among ``num_choices``, as in plain torch."""
 
-    def with_choice_of_none():
+    def build():
         model = layers()
         for layer in model:
-            layer.router = nn.Linear(WIDTH, NUM_EXPERTS + 1, bias=False)
+            layer.router, layer.experts = nn.Linear(WIDTH, num_choices, bias=False), StackedExperts(num_experts)
         return model
 
-    x, y, plain = tokens(), torch.zeros(16, WIDTH), with_choice_of_none()
+    x, y, plain = tokens(), torch.zeros(16, WIDTH), build()
     nn.functional.mse_loss(plain(x), y).backward()
-    with paramp.launch_from_torch({"reproducible": True}):
-        engine = engine_of(with_choice_of_none(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
-        engine.forward_backward(x, y)
-        engine.step()
-        found = engine.full_state_dict()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(parameter.detach() - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@on_ranks(4)
-def test_data_ranks_that_shard_an_odd_number_of_experts_train_as_plain_torch_does(world):
-    """Each has a part of the three experts, along their dim 1."""
-
-    def with_six_experts():
-        model = layers()
-        for layer in model:
-            layer.router, layer.experts = nn.Linear(WIDTH, 6, bias=False), StackedExperts(6)
-        return model
-
-    x, y, plain = tokens(), torch.zeros(16, WIDTH), with_six_experts()
-    nn.functional.mse_loss(plain(x), y).backward()
-    with paramp.launch_from_torch({"reproducible": True, "parallel": {"data": {"shard": 4}, "expert": 2}}) as context:
-        engine = engine_of(with_six_experts(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
+    with paramp.launch_from_torch({"reproducible": True, "parallel": parallel}) as context:
+        engine = engine_of(build(), optimizer=partial(torch.optim.SGD, lr=1.0), plan=PLAN)
         engine.forward_backward(*own_part(context, x, y))
         engine.step()
         found = engine.full_state_dict()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(parameter.detach() - found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_index_past_the_last_expert_is_no_experts_in_one_process_too():
+    """Plain torch's experts leave such rows out."""
+    check_gradients(NUM_EXPERTS + 1, NUM_EXPERTS, {})
+
+
+@on_ranks(4)
+def test_data_ranks_that_shard_an_odd_number_of_experts_train_as_plain_torch_does(world):
+    """Each has a part of the three experts, along their dim 1."""
+    check_gradients(6, 6, {"data": {"shard": 4}, "expert": 2})
 
 
 def hooked(model):

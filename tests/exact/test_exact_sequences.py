@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from beside_plain import seeded
 from exact_tasks import (
     GEMMA2,
     LLAMA,
@@ -140,22 +141,24 @@ PLAIN = {
 def test_it_trains_as_plain_torch_does(world, name):
     """Equal bits alone would also be those of a mistake that every layout makes."""
     build, batches, plain, plan, change = PLAIN[name]
-    batch = batches(0)
-    torch.manual_seed(7)
-    model = build()
+    batch, model = batches(0), seeded(build, seed=7)
     change(model)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
     loss = model(**batch[0], use_cache=False).loss if plain is None else plain(model(batch[0]), batch[1])
+    assert_loss_and_gradients(model, loss, seeded(build, seed=7), batch, plain, plan)
+
+
+def assert_loss_and_gradients(model, loss, same, batch, criterion, plan=None):
+    """A step of SGD shows that those of the model ``same`` on two ranks are those of the plain model and ``loss``."""
     loss.backward()
     how = {"slices": 4, "sequence_slices": 8}
     with paramp.launch_from_torch({"reproducible": how, "parallel": {"context": 2}}):
-        torch.manual_seed(7)
-        engine = engine_of(build(), plain, partial(torch.optim.SGD, lr=1.0), plan=plan)
+        engine = engine_of(same, criterion, partial(torch.optim.SGD, lr=1.0), plan=plan)
         torch.testing.assert_close(engine.forward_backward(*batch), loss.detach(), rtol=1e-5, atol=0)
         engine.step()
         found = engine.full_state_dict()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+        way = parameter.detach() - found[name]
+        torch.testing.assert_close(way, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
 class Summing(nn.Module):
@@ -187,19 +190,8 @@ def own_mean(output):
 def test_a_models_own_sum_has_the_count_of_all_ranks(world, criterion):
     inputs, labels = tokens()(0)
     batch = {"tokens": inputs, "labels": labels.masked_fill(torch.arange(labels.shape[1]) < 5, -100)}
-    torch.manual_seed(7)
-    model = Summing()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    total, count = model(**batch)["loss"]
-    (total / count).backward()
-    with paramp.launch_from_torch({"reproducible": {"sequence_slices": 8}, "parallel": {"context": 2}}):
-        torch.manual_seed(7)
-        engine = engine_of(Summing(), criterion, partial(torch.optim.SGD, lr=1.0))
-        torch.testing.assert_close(engine.forward_backward(batch), (total / count).detach(), rtol=1e-5, atol=0)
-        engine.step()
-        found = engine.full_state_dict()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(start[name] - found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    model = seeded(Summing, seed=7)
+    assert_loss_and_gradients(model, own_mean(model(**batch)), seeded(Summing, seed=7), (batch,), criterion)
 
 
 @on_ranks(2)

@@ -205,8 +205,6 @@ def test_a_vit_equals_plain_torch(class_token):
 
 # ------------------------------------------------------------------------------------------------------ under layouts
 
-# Each takes the batch in two parts, one after the other or on two ranks: BatchNorm sees the same images together.
-
 
 MODELS = {
     "resnet": lambda: ResNet(ResNetConfig(depths=(1, 2), width=4, num_classes=5, in_channels=2, small_images=True)),

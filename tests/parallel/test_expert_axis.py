@@ -306,19 +306,15 @@ def test_an_expert_axis_of_a_given_mesh_is_refused_beside_one_that_shards_parame
 
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_by_name(world):
+    sizes = r"parallel.expert: got 4, expected a divisor of 2"
     refused = [
-        (
-            {"expert": 4, "data": {"shard": 2}},
-            "16-mixed",
-            PLAN,
-            r"parallel.expert: got 4, expected a divisor of 2, because data.shard is 2",
-        ),
-        ({"expert": 4, "data": 2}, "16-mixed", PLAN, r"parallel.expert: got 4, expected a divisor of 2"),
-        ({"expert": 2}, "16-mixed", {}, r"the plan of Mixture names no experts"),
-        ({"expert": 2}, "16-mixed", {"enter": "experts"}, r"'enter' is a Linear with num_experts None"),
+        ({"expert": 4, "data": {"shard": 2}}, PLAN, f"{sizes}, because data.shard is 2"),
+        ({"expert": 4, "data": 2}, PLAN, sizes),
+        ({"expert": 2}, {}, r"the plan of Mixture names no experts"),
+        ({"expert": 2}, {"enter": "experts"}, r"'enter' is a Linear with num_experts None"),
     ]
-    for parallel, precision, plan, message in refused:
-        config = {"precision": precision, "parallel": parallel}
+    for parallel, plan, message in refused:
+        config = {"precision": "16-mixed", "parallel": parallel}
         with pytest.raises(paramp.ConfigError, match=message), paramp.launch_from_torch(config):
             engine_of(mixture(), plan=plan)
 

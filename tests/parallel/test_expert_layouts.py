@@ -1,13 +1,14 @@
 """Mixtures of transformers on every layout with an expert axis, against one process in fp64 with eager experts."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from families import cases, family, number, rarely
 from mixtures import FAMILIES, batch, build
-from pool import of_rank_0, on_ranks, shared_folder
-from reference import small_moe
+from pool import of_rank_0, on_ranks, run_on_ranks, shared_folder
+from reference import farthest, small_moe
 from small_engines import assert_same_checkpoints, assert_same_tensors, engine_of, own_part
 
 import paramp
@@ -15,28 +16,29 @@ from paramp.base.dtensor import local
 from paramp.models import MoEGPT
 
 LAYOUTS = {
-    "ep2·tp2": {"expert": 2, "tensor": 2},
-    "ep4": {"expert": 4},
-    "dp2·ep2": {"data": 4, "expert": 2},
-    "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
-    "ep2·pp2": {"expert": 2, "pipeline": 2},
-    "fsdp2·ep2": {"data": {"shard": 4}, "expert": 2},
-    "hsdp·ep2": {"data": {"replicate": 2, "shard": 2}, "expert": 2},
-    "fsdp·ep2·pp2": {"data": {"shard": 2}, "expert": 2, "pipeline": 2},
-    "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
-    "fsdp2·cp2·ep2": {"data": {"shard": 2}, "context": 2, "expert": 2},
+    2: {"ep2": {"expert": 2}, "fsdp·ep2": {"data": {"shard": 2}, "expert": 2}},
+    4: {
+        "ep2·tp2": {"expert": 2, "tensor": 2},
+        "ep4": {"expert": 4},
+        "dp2·ep2": {"data": 4, "expert": 2},
+        "dp2·ep2 + zero1": {"data": 4, "expert": 2, "zero": 1},
+        "ep2·pp2": {"expert": 2, "pipeline": 2},
+        "fsdp2·ep2": {"data": {"shard": 4}, "expert": 2},
+        "hsdp·ep2": {"data": {"replicate": 2, "shard": 2}, "expert": 2},
+        "fsdp·ep2·pp2": {"data": {"shard": 2}, "expert": 2, "pipeline": 2},
+        "fsdp·ep2·tp2": {"data": {"shard": 2}, "expert": 2, "tensor": 2},
+        "fsdp2·cp2·ep2": {"data": {"shard": 2}, "context": 2, "expert": 2},
+    },
+    8: {
+        "fsdp2·ep2·pp2": {"data": {"shard": 4}, "expert": 2, "pipeline": 2},
+        "fsdp2·ep2·tp2": {"data": {"shard": 4}, "expert": 2, "tensor": 2},
+        "fsdp4·cp2·ep2": {"data": {"shard": 4}, "context": 2, "expert": 2},
+        "dp2·cp2·ep2": {"data": 4, "context": 2, "expert": 2},
+        "hsdp2·fsdp2·ep2": {"data": {"replicate": 2, "shard": 4}, "expert": 2},
+    },
 }
-"""On four ranks."""
-SMALL_LAYOUTS = {"ep2": {"expert": 2}, "fsdp·ep2": {"data": {"shard": 2}, "expert": 2}}
-"""On two: with as many ranks that shard parameters, experts are not sharded over any but the expert axis."""
-LARGE_LAYOUTS = {
-    "fsdp2·ep2·pp2": {"data": {"shard": 4}, "expert": 2, "pipeline": 2},
-    "fsdp2·ep2·tp2": {"data": {"shard": 4}, "expert": 2, "tensor": 2},
-    "fsdp4·cp2·ep2": {"data": {"shard": 4}, "context": 2, "expert": 2},
-    "dp2·cp2·ep2": {"data": 4, "context": 2, "expert": 2},
-    "hsdp2·fsdp2·ep2": {"data": {"replicate": 2, "shard": 4}, "expert": 2},
-}
-"""On eight."""
+"""By the number of ranks. Two that shard parameters shard experts over no axis but that of experts."""
+PART = [("Mixtral", "fsdp2·ep2", "SGD"), ("GPT-OSS", "fsdp·ep2", "AdamW"), ("Qwen3-MoE", "fsdp2·ep2·pp2", "SGD")]
 SLICES = {"model.layers.*.mlp.experts": "expert_slices"}
 """transformers' plan of GPT-OSS over tensor ranks leaves the experts out, those of the others do not."""
 LARGE_LR = 8.0
@@ -54,9 +56,11 @@ WAY = 2.0
 the way; up to 1.1 are measured."""
 
 
-def cells(layouts, *part):
-    everything = [(name, layout, kind) for name in FAMILIES for layout in layouts for kind in OPTIMIZERS]
-    return cases(f"expert layouts {len(layouts)}", everything, part, 1)
+CELLS = [
+    (size, *cell)
+    for size, layouts in LAYOUTS.items()
+    for cell in cases(f"expert layouts {size}", [*itertools.product(FAMILIES, layouts, OPTIMIZERS)], PART, 1)
+]
 
 
 @functools.cache
@@ -92,13 +96,6 @@ def ways(name, weights):
     return {key: weights[key].double() - value.double() for key, value in initial(name).items() if key in weights}
 
 
-def worst_error(found, expected):
-    """The largest distance of a tensor from the expected one, relative to that, and which it is."""
-    largest = max(value.norm() for value in expected.values())
-    distances = {key: (found[key].double() - value).norm() for key, value in expected.items()}
-    return max((float(distances[key] / max(value.norm(), 1e-3 * largest)), key) for key, value in expected.items())
-
-
 def engine_for(name, layout, optimizer):
     model = build(name, "grouped_mm" if "zero1" in layout else "eager", num_experts=4)
     return engine_of(model, None, optimizer, plan=SLICES if name == "GPT-OSS" and "tp2" in layout else None)
@@ -115,10 +112,11 @@ def check_gradients(engine, context, name, grads, norm):
     assert float(engine.step().grad_norm) == pytest.approx(norm, rel=1e-6)
     before, after = initial(name), engine.full_state_dict()
     found = {key: (before[key].double() - after[key].double()) / LARGE_LR for key in grads}
-    assert (error := worst_error(found, grads))[0] <= 1e-5, error
+    assert (error := farthest(found, grads))[0] <= 1e-5, error
 
 
-def check_cell(name, layout, kind, parallel):
+def check_cell(world, name, layout, kind):
+    parallel = LAYOUTS[world.size][layout]
     of_one_process = of_rank_0(reference, name)
     expected, in_fp32 = of_rank_0(trained, name, kind), of_rank_0(trained, name, kind, torch.float32)
     with paramp.launch_from_torch({"parallel": parallel}) as context:
@@ -143,38 +141,23 @@ def check_cell(name, layout, kind, parallel):
                 local(stacks_of(engine)[-1].grad).view(-1)[-1] = float("inf")
             assert engine.step().stepped == (step != OVERFLOW)
         found = engine.full_state_dict()
-        assert (error := worst_error(found, expected))[0] <= 1e-5, error
-        of_fp32 = worst_error(ways(name, in_fp32), ways(name, expected))
-        error = worst_error(ways(name, {key: found[key] for key in expected}), ways(name, expected))
+        assert (error := farthest(found, expected))[0] <= 1e-5, error
+        of_fp32 = farthest(ways(name, in_fp32), ways(name, expected))
+        error = farthest(ways(name, {key: found[key] for key in expected}), ways(name, expected))
         assert error[0] <= WAY * of_fp32[0], (error, of_fp32)
         assert not engine.check_replicas()
 
 
 @family
-@pytest.mark.parametrize(("name", "layout", "kind"), cells(LAYOUTS, ("Mixtral", "fsdp2·ep2", "SGD")))
-@on_ranks(4)
-def test_gradients_and_a_training_are_those_of_one_process(world, name, layout, kind):
-    check_cell(name, layout, kind, LAYOUTS[layout])
-
-
-@family
-@pytest.mark.parametrize(("name", "layout", "kind"), cells(SMALL_LAYOUTS, ("GPT-OSS", "fsdp·ep2", "AdamW")))
-@on_ranks(2)
-def test_gradients_and_a_training_of_two_ranks_are_those_of_one_process(world, name, layout, kind):
-    check_cell(name, layout, kind, SMALL_LAYOUTS[layout])
-
-
-@family
-@pytest.mark.parametrize(("name", "layout", "kind"), cells(LARGE_LAYOUTS, ("Qwen3-MoE", "fsdp2·ep2·pp2", "SGD")))
-@on_ranks(8)
-def test_gradients_and_a_training_of_eight_ranks_are_those_of_one_process(world, name, layout, kind):
-    check_cell(name, layout, kind, LARGE_LAYOUTS[layout])
+@pytest.mark.parametrize(("size", "name", "layout", "kind"), CELLS)
+def test_gradients_and_a_training_are_those_of_one_process(size, name, layout, kind):
+    run_on_ranks(size, __name__, "check_cell", {"name": name, "layout": layout, "kind": kind})
 
 
 @on_ranks(4)
 def test_without_a_plan_tensor_ranks_compute_whole_experts_of_gpt_oss(world):
     of_one_process = of_rank_0(reference, "GPT-OSS")
-    with paramp.launch_from_torch({"parallel": LAYOUTS["ep2·tp2"]}) as context:
+    with paramp.launch_from_torch({"parallel": LAYOUTS[4]["ep2·tp2"]}) as context:
         engine = engine_of(build("GPT-OSS", num_experts=4), None, functools.partial(torch.optim.SGD, lr=LARGE_LR))
         assert all(local(value).numel() * 2 == value.numel() for value in stacks_of(engine))
         check_gradients(engine, context, "GPT-OSS", *of_one_process)
@@ -182,8 +165,8 @@ def test_without_a_plan_tensor_ranks_compute_whole_experts_of_gpt_oss(world):
 
 
 CHAINS = {
-    "cut sequences": (LAYOUTS["fsdp2·cp2·ep2"], LAYOUTS["ep4"], LAYOUTS["fsdp2·cp2·ep2"]),
-    "slices": (LAYOUTS["ep2·tp2"], LAYOUTS["ep4"], LAYOUTS["fsdp·ep2·tp2"]),
+    "cut sequences": (LAYOUTS[4]["fsdp2·cp2·ep2"], LAYOUTS[4]["ep4"], LAYOUTS[4]["fsdp2·cp2·ep2"]),
+    "slices": (LAYOUTS[4]["ep2·tp2"], LAYOUTS[4]["ep4"], LAYOUTS[4]["fsdp·ep2·tp2"]),
 }
 """Layouts in which each of four ranks has a quarter of the experts' weights."""
 

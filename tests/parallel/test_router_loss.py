@@ -1,13 +1,14 @@
 """The loss of routers of transformers' mixtures: over the tokens of the whole step, as of one forward of all."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from families import cases, family
 from mixtures import build
-from pool import on_ranks
-from reference import rank_slice
+from pool import on_ranks, run_on_ranks
+from reference import farthest, rank_slice
 from small_engines import engine_of, own_part
 from torch.nn import functional as F
 
@@ -19,23 +20,32 @@ LR = 8.0
 """So large that a weight's change in one step shows its gradient to the last bits."""
 NAMES = ("Mixtral", "Qwen3-MoE", "GPT-OSS", "OLMoE")
 GPIPE = {"size": 2, "schedule": "gpipe", "microbatches": 2}
-TWO = {
-    "dp2": {"parallel": {"data": 2}},
-    "dp2 + checkpointing": {"parallel": {"data": 2}, "activation_checkpointing": "full"},
-    "ep2": {"parallel": {"expert": 2}},
-    "fsdp2": {"parallel": {"data": {"shard": 2}}, "activation_checkpointing": "selective"},
-    "pp2": {"parallel": {"pipeline": {**GPIPE, "schedule": "looped-bfs"}}},
-    "cp2": {"parallel": {"context": 2}},
+LAYOUTS = {
+    2: {
+        "dp2": {"parallel": {"data": 2}},
+        "dp2 + checkpointing": {"parallel": {"data": 2}, "activation_checkpointing": "full"},
+        "ep2": {"parallel": {"expert": 2}},
+        "fsdp2": {"parallel": {"data": {"shard": 2}}, "activation_checkpointing": "selective"},
+        "pp2": {"parallel": {"pipeline": {**GPIPE, "schedule": "looped-bfs"}}},
+        "cp2": {"parallel": {"context": 2}},
+    },
+    4: {
+        "ep2·pp2": {"parallel": {"expert": 2, "pipeline": GPIPE}},
+        "ep2·pp2 + checkpointing": {"parallel": {"expert": 2, "pipeline": GPIPE}, "activation_checkpointing": "full"},
+        "ep2·tp2": {"parallel": {"expert": 2, "tensor": 2}},
+        "fsdp2·ep2": {"parallel": {"data": {"shard": 4}, "expert": 2}},
+        "fsdp2·pp2": {"parallel": {"data": {"shard": 2}, "pipeline": GPIPE}},
+        "cp2·pp2": {"parallel": {"context": 2, "pipeline": GPIPE}},
+        "dp2·cp2": {"parallel": {"data": 2, "context": 2}},
+    },
 }
-FOUR = {
-    "ep2·pp2": {"parallel": {"expert": 2, "pipeline": GPIPE}},
-    "ep2·pp2 + checkpointing": {"parallel": {"expert": 2, "pipeline": GPIPE}, "activation_checkpointing": "full"},
-    "ep2·tp2": {"parallel": {"expert": 2, "tensor": 2}},
-    "fsdp2·ep2": {"parallel": {"data": {"shard": 4}, "expert": 2}},
-    "fsdp2·pp2": {"parallel": {"data": {"shard": 2}, "pipeline": GPIPE}},
-    "cp2·pp2": {"parallel": {"context": 2, "pipeline": GPIPE}},
-    "dp2·cp2": {"parallel": {"data": 2, "context": 2}},
-}
+"""By the number of ranks."""
+PART = [("Mixtral", "dp2"), ("OLMoE", "pp2"), ("Qwen3-MoE", "ep2·pp2")]
+CELLS = [
+    (size, *cell)
+    for size, layouts in LAYOUTS.items()
+    for cell in cases(f"router losses {size}", [*itertools.product(NAMES, layouts)], PART, 2)
+]
 
 
 def balanced(name, coefficient=COEFFICIENT):
@@ -80,35 +90,18 @@ def check(name, expected, num_calls=1, **config):
             engine.step()
         after = engine.full_state_dict()
     assert found.item() == pytest.approx(loss, rel=1e-6)
-    errors = distances({key: (before[key].double() - after[key].double()) / LR for key in grads}, grads)
-    assert errors[0][0] < 1e-5, errors[:4]
-
-
-def distances(found, expected):
-    """Of each tensor, relative to it or to 1e-3 of the largest; the largest first."""
-    largest = max(value.norm() for value in expected.values())
-    norms = {key: max(value.norm(), 1e-3 * largest) for key, value in expected.items()}
-    return sorted([(float((found[key] - value).norm() / norms[key]), key) for key, value in expected.items()])[::-1]
+    worst = farthest({key: (before[key].double() - after[key].double()) / LR for key in grads}, grads)
+    assert worst[0] < 1e-5, worst
 
 
 @family
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    cases("router losses", [(n, one) for n in NAMES for one in TWO], [("Mixtral", "dp2"), ("OLMoE", "pp2")], 2),
-)
-@on_ranks(2)
-def test_loss_and_gradients_are_those_of_one_forward_of_the_whole_batch(world, name, layout):
-    check(name, reference(name), **TWO[layout])
+@pytest.mark.parametrize(("size", "name", "layout"), CELLS)
+def test_loss_and_gradients_are_those_of_one_forward_of_the_whole_batch(size, name, layout):
+    run_on_ranks(size, __name__, "check_layout", {"name": name, "layout": layout})
 
 
-@family
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    cases("router losses of four", [(n, one) for n in NAMES for one in FOUR], [("Qwen3-MoE", "ep2·pp2")], 2),
-)
-@on_ranks(4)
-def test_loss_and_gradients_of_four_ranks_are_those_of_one_forward_of_the_whole_batch(world, name, layout):
-    check(name, reference(name), **FOUR[layout])
+def check_layout(world, name, layout):
+    check(name, reference(name), **LAYOUTS[world.size][layout])
 
 
 def sums(name, model, part):
@@ -152,7 +145,7 @@ def test_one_call_by_hand_is_the_models_own_loss():
     """What accumulated batches are compared with."""
     (loss, grads), (expected, of_model) = of_those_so_far("Mixtral", 2, 1), reference("Mixtral")
     assert loss == pytest.approx(expected, rel=1e-6)  # transformers adds up in fp32
-    assert distances(grads, of_model)[0][0] < 1e-6
+    assert farthest(grads, of_model)[0] < 1e-6
 
 
 @on_ranks(2)
@@ -170,7 +163,7 @@ def test_a_loss_scale_does_not_change_its_share(world):
             assert engine.step().stepped
             after = engine.full_state_dict()
         found = {key: before[key].double() - after[key].double() for key in expected}
-        assert distances(found, expected)[0][0] < 0.01
+        assert farthest(found, expected)[0] < 0.01
 
 
 def part_of(context, **options):

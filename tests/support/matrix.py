@@ -120,16 +120,12 @@ def check_table(
     """
     cells = [(row, column) for row in rows for column in columns]
     if write or (WHOLE and green.issuperset(cells)):
-        expected = replace_table(page.read_text(encoding="utf-8"), name, table(head, rows, columns, green))
+        text = page.read_text(encoding="utf-8")
+        begin, end = _place(text, name)
+        expected = f"{text[:begin]}\n\n{table(head, rows, columns, green)}\n\n{text[end:]}"
         if write:
             page.write_text(expected, encoding="utf-8")
         assert expected == page.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
     marks = marks_of(page.read_text(encoding="utf-8"), name)
     assert list(marks) == cells
     assert all(marks[cell] == "✓" for cell in green.intersection(cells))
-
-
-def replace_table(text: str, name: str, new: str) -> str:
-    """The page's ``text`` with the table ``new`` in the place of ``name``."""
-    begin, end = _place(text, name)
-    return f"{text[:begin]}\n\n{new}\n\n{text[end:]}"

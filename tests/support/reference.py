@@ -218,6 +218,17 @@ def units_together(actual, expected, precision):
     return (apart / torch.nn.utils.get_total_norm(expected[1].values())).item() / rounding(precision)
 
 
+def farthest(found, expected):
+    """The distance of the tensor that is farthest from the expected one, in units of its norm, and the tensor's name.
+
+    A tensor counts for at least 1e-3 of the largest: the gradient of a key's bias is zero but for rounding.
+    """
+    least = 1e-3 * max(value.norm() for value in expected.values())
+    distances = [(found[name].double() - value).norm() / max(value.norm(), least) for name, value in expected.items()]
+    distance, index = torch.stack(distances).max(0)  # NaN, if there is one
+    return distance.item(), [*expected][index]
+
+
 def assert_losses_follow(actual, expected, precision, units=UNITS_LOSS):
     """Losses are reported in fp32 whatever the mode, so they are not counted in anything smaller.
 

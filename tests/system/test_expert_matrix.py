@@ -11,8 +11,8 @@ import functools
 
 import pytest
 import torch
-from families import WHOLE, cases, family
-from matrix import MODES, PAGE, from_small_scale, marks_of, replace_table, table
+from families import cases, family
+from matrix import MODES, PAGE, check_table, from_small_scale
 from pool import World, run_on_ranks
 from reference import assert_follows, assert_strays, sgd_in_plain_torch, small_moe, train_engine
 from test_matrix import skip_without_library
@@ -39,7 +39,6 @@ LAYOUTS = {
 EVERYTHING = [(layout, mode) for layout in LAYOUTS for mode in MODES]
 PART = [("1", "16-mixed"), ("fsdp2·cp2·ep2", "bf16-naive")]
 CELLS = cases("expert matrix", EVERYTHING, PART, 4)
-TABLE = "experts"
 UNITS_LOSS = 2.0
 """Allowed difference of a loss, in rounding errors of half precision; up to 1.5 are measured."""
 UNITS_WAYS = {"32-true": 48, "64-true": 48}
@@ -124,12 +123,4 @@ def test_a_mode_with_experts_follows_its_single_process_run(layout, mode, green)
 @family
 def test_the_table_of_experts_is_what_came_out(green, request):
     """Last in the file, so that the cells have run. ``make matrix``, which runs all of them, writes the table anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    if (WHOLE and len(green) == len(EVERYTHING)) or request.config.getoption("--write-matrix"):
-        expected = replace_table(text, TABLE, table("mode", MODES, list(LAYOUTS), green))
-        if request.config.getoption("--write-matrix"):
-            PAGE.write_text(expected, encoding="utf-8")
-        assert expected == PAGE.read_text(encoding="utf-8"), "run `make matrix`, which writes the table anew"
-    marks = marks_of(text, TABLE)
-    assert list(marks) == [(mode, layout) for mode in MODES for layout in LAYOUTS]
-    assert all(marks[cell] == "✓" for cell in green)
+    check_table(PAGE, "experts", "mode", MODES, [*LAYOUTS], green, request.config.getoption("--write-matrix"))

@@ -184,15 +184,10 @@ def test_the_table_of_the_page_is_what_schedules_are():
                 config = pipeline_of(schedule=name, stages_per_rank=v, microbatches=m, size=p)
             except paramp.ConfigError:
                 config = None
-            fits = v == int(stages[0]) or "as many as you set" in stages
-            assert (config is not None) == (fits and MICROBATCHES[allowed](p, m)), (name, p, v, m)
+            fits, case = v == int(stages[0]) or "as many as you set" in stages, {"p": p, "v": v, "m": m}
+            assert (config is not None) == (fits and MICROBATCHES[allowed](p, m)), (name, case)
             if config is not None and config.theoretical_bubble is not None:
-                assert config.theoretical_bubble == pytest.approx(eval(formula, {"p": p, "v": v, "m": m})), (
-                    name,
-                    p,
-                    v,
-                    m,
-                )
+                assert config.theoretical_bubble == pytest.approx(eval(formula, case)), (name, case)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
