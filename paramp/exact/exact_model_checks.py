@@ -35,8 +35,10 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_ties(model: nn.Module) -> None:
-    """Raise a ConfigError for a tied parameter whose gradients are not the sum of two, or are not seen whole."""
+    """Raise a ConfigError for a trained tied parameter whose gradients are not the sum of two or not seen whole."""
     for parameter, names in names_by_parameter(model).items():
+        if not parameter.requires_grad:  # what is frozen now is never trained
+            continue
         if len(names) > 2:
             raise ConfigError(
                 f"reproducible: {' and '.join(names)} are one parameter, expected at most two names: the order in "
@@ -68,7 +70,8 @@ def check_buffers(stages: Mapping[int, nn.Module]) -> None:
     """Let each training forward of ``stages`` raise a ConfigError if it changes a buffer, or puts another in its place.
 
     Each data rank would change its buffers by its own samples, but for counts of tokens, which are those of all.
-    What the first forward changes may be a cache that it fills, so that it is not looked at.
+    What the first forward changes may be a cache that it fills, so that it is not looked at. A cache of positions grows
+    later: another shape in the place of a buffer that is not persistent, or of None there, is no change.
     """
     for stage in stages.values():
         run_within(stage, _ForwardCheck(stage))
@@ -92,13 +95,16 @@ class _ForwardCheck:
         yield
         after = self._state()
         for (prefix, child, name), old, new in zip(self._buffers, before, after, strict=True):
-            if old != new:
+            is_cache = (
+                name in child._non_persistent_buffers_set and new is not None and (old is None or old[2] != new[2])
+            )
+            if old != new and not is_cache:
                 raise ConfigError(
                     f"reproducible: the forward of {prefix!r}, a {type(child).__name__}, changes its buffer {name!r}, "
                     "which each data rank would change by its own samples; expected a forward that leaves buffers as "
                     "they are: keep the value outside of the model, or change it between the steps"
                 )
 
-    def _state(self) -> list[tuple[int, int] | None]:
+    def _state(self) -> list[tuple[int, int, torch.Size] | None]:
         buffers: list[torch.Tensor | None] = [child._buffers[name] for _, child, name in self._buffers]
-        return [None if buffer is None else (id(buffer), version(buffer)) for buffer in buffers]
+        return [None if buffer is None else (id(buffer), version(buffer), buffer.shape) for buffer in buffers]

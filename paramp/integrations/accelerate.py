@@ -387,11 +387,11 @@ def _check_supported(accelerator: Any) -> None:
 
 
 def _check_weights(optimizer: Any) -> None:
-    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
-    if torch.float16 in dtypes:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(parameter.requires_grad and parameter.dtype is torch.float16 for parameter in parameters):
         raise ConfigError(
-            "optimizer: got parameters in float16, expected float32 for mixed_precision='fp16', because steps are lost "
-            "in their rounding; load the model with dtype=torch.float32"
+            "optimizer: got trained parameters in float16, expected float32 for mixed_precision='fp16', because steps "
+            "are lost in their rounding; load the model with dtype=torch.float32"
         )
 
 

@@ -154,7 +154,8 @@ def _leaves(batch: Batch, *, hashed: bool = True) -> list[Leaf]:
 
 def _leaf(path: str, value: Any, hashed: bool) -> Leaf:
     if not isinstance(value, torch.Tensor):
-        plain = value is None or isinstance(value, (bool, int, float, str))
+        is_scalar = getattr(value, "shape", None) == ()  # of NumPy
+        plain = is_scalar or value is None or isinstance(value, (bool, int, float, str))
         return Leaf(path, shown(value) if plain else type(value).__name__, None)
     kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     readable = hashed and not (value.is_meta or is_dtensor(value)) and value.layout is torch.strided

@@ -159,9 +159,9 @@ def _sizes(tree: Any, path: str) -> Iterator[tuple[str, int]]:
 def _rows(path: str, leaf: Any, size: int, first: str, rows: slice | list[int]) -> Any:
     """What the samples ``rows`` get of a leaf of a batch of ``size`` samples, which is that of the tensor ``first``."""
     if not isinstance(leaf, torch.Tensor):
-        if hasattr(leaf, "__array__"):
+        if hasattr(leaf, "__array__") and getattr(leaf, "shape", None) != ():
             raise ConfigError(f"{path}: got {type(leaf).__name__}, expected a tensor; convert it with torch.as_tensor")
-        return leaf
+        return leaf.item() if hasattr(leaf, "__array__") else leaf  # a scalar of NumPy, or a number
     if leaf.ndim == 0 or (leaf.shape[0] == 1 and size != 1):
         return leaf
     if leaf.shape[0] != size:

@@ -571,9 +571,12 @@ def test_optimizers_and_weights_that_cannot_work_are_refused():
             with pytest.raises(paramp.ConfigError, match=f"{name} steps during the backward"):
                 accelerator.prepare(early)
     with alone() as (accelerator, model, optimizer):
+        first, *_ = optimizer.param_groups[0]["params"]
+        first.data = first.requires_grad_(False).half()
         backward(accelerator, model)
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.data, parameter.grad = parameter.half(), None
+        optimizer.step()
+        assert not optimizer.step_was_skipped  # a frozen weight may be
+        first.requires_grad_(True)
         with pytest.raises(paramp.ConfigError, match=r"parameters in float16, expected float32.*dtype=torch\.float32"):
             optimizer.step()
     with accelerating(ALONE, "ddp", "fp16") as accelerator:

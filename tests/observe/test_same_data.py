@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from counting import Collectives
@@ -79,13 +80,13 @@ def test_only_the_first_batches_are_compared(world):
 
 def test_what_is_compared_of_a_later_batch():
     """Shapes, dtypes and what is no tensor."""
-    x, given = torch.ones(2, 4), {"factor": 2.0, "name": "a"}
+    x, given = torch.ones(2, 4), {"factor": 2.0, "share": np.float32(0.5), "name": "a"}
 
     def compared(**other):
         return _leaves(Batch.of({"x": x} | given | other), hashed=False)
 
     assert compared() == compared(x=x + 1)
-    for key, value in (("x", x[:1]), ("x", x.double()), ("factor", 3.0), ("name", "b")):
+    for key, value in (("x", x[:1]), ("x", x.double()), ("factor", 3.0), ("share", np.float32(0.25)), ("name", "b")):
         assert compared() != compared(**{key: value}), key
 
 

@@ -6,6 +6,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from beside_plain import adamw, assert_gradients, assert_moved, assert_weights, randn, seeded
@@ -275,12 +276,15 @@ def test_the_size_of_a_batch_is_that_of(what):
 def test_what_goes_whole_to_each_microbatch():
     rows, given = torch.arange(4.0), {"number": 3, "text": "a", "none": None}
     same = {"scalar": torch.tensor(2.0), "one": torch.ones(1, 3), "marked": paramp.whole(torch.ones(3, 3))}
-    parts = Batch((rows,), given | same, {"labels": rows}).split(2)
+    numpys = {"share": np.float32(0.25), "words": np.str_("a"), "count": np.array(2)}
+    parts = Batch((rows,), given | same | numpys, {"labels": rows}).split(2)
     for index, part in enumerate(parts):
         mine = rows[2 * index : 2 * index + 2]
         assert torch.equal(part.args[0], mine)
         assert torch.equal(part.target["labels"], mine)
         assert {name: part.kwargs[name] for name in given} == given
+        assert {name: part.kwargs[name] for name in numpys} == numpys
+        assert [type(part.kwargs[name]) for name in numpys] == [float, str, int]
         assert part.kwargs["scalar"] is same["scalar"]
         assert part.kwargs["one"] is same["one"]
         assert torch.equal(part.kwargs["marked"], torch.ones(3, 3))
