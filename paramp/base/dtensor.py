@@ -22,6 +22,8 @@ expect("torch._debug_has_internal_overlap")
 LOCAL_SHARDS = "_paramp_local_shards"
 """The attribute of a module that computes on local tensors: ``{parameter: whether its gradient is partial}``."""
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Whether ``value`` is a DTensor. Does not import ``torch.distributed.tensor``: no DTensor exists before that."""
@@ -31,7 +33,7 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor (same storage, any dims and dtype); a plain tensor is returned unchanged."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return tensor if type(tensor) in PLAIN or not is_dtensor(tensor) else tensor._local_tensor
 
 
 def full_tensor(value: Any) -> Any:
@@ -46,7 +48,7 @@ def version(tensor: torch.Tensor) -> int:
     """
     own = 0 if tensor.is_inference() else tensor._version
     # autograd's accumulation changes only the DTensor's counter, our kernels only the local tensor's
-    return own + version(tensor._local_tensor) if is_dtensor(tensor) else own
+    return own if type(tensor) in PLAIN or not is_dtensor(tensor) else own + version(tensor._local_tensor)
 
 
 @contextmanager

@@ -384,7 +384,10 @@ def moved(name: str, after: str = "initialize") -> str:
 
 def num_hooks(parameter: torch.Tensor) -> int:
     """How many hooks on its gradient ``parameter`` has."""
-    return sum(len(getattr(parameter, hooks) or ()) for hooks in HOOKS)
+    number = 0
+    for hooks in HOOKS:
+        number += len(getattr(parameter, hooks) or ())
+    return number
 
 
 def _is_frequencies(module: nn.Module, name: str) -> bool:

@@ -6,7 +6,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -109,7 +109,7 @@ def _matches(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, Mapping)
     if hint is float:
-        return (isinstance(value, float) or is_integer(value)) and _fits(value)
+        return not isinstance(value, bool) and isinstance(value, Real) and _fits(value)
     if hint is int:
         return is_integer(value) and -(2**63) <= value < 2**63
     return isinstance(value, hint)
@@ -120,9 +120,12 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _fits(number: float) -> bool:
+def _fits(number: Real) -> bool:
     """Whether ``number`` is in the range of float64 and not NaN."""
-    return abs(number) < 10**308 if isinstance(number, int) else not math.isnan(number)
+    try:
+        return not math.isnan(number)
+    except OverflowError:
+        return False
 
 
 def _describe(hint: Any) -> str:

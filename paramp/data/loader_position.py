@@ -253,7 +253,10 @@ class _EpochIterator:
 
     def __next__(self) -> Any:
         if self.stale:
-            raise RuntimeError("loader: this iterator was made before a checkpoint was loaded; call iter(loader) again")
+            raise RuntimeError(
+                "loader: this iterator was made before a checkpoint was loaded; call iter(loader) again, or roll back "
+                "with engine.load(..., weights_only=True), which leaves loaders where they are"
+            )
         for call in self.calls:
             call.look()
         try:

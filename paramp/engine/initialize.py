@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..base.errors import ConfigError
 from ..data.dataloader import shard_loaders
 from ..data.loader_position import ShardedLoader, WithPosition
 from ..distributed.context import ParallelContext
@@ -176,7 +177,10 @@ def _make_weights(
     exchange_matrices(weights, model.shapes, context)
     for one in weights.by_optimizer:
         one.why_missed = why_weights_are_missed(one.optimizer, plan.names_of, one.by_name())
-        repoint(one.optimizer, plan.names_of, one)
+        try:
+            repoint(one.optimizer, plan.names_of, one)
+        except ConfigError as error:  # perhaps on this rank only; all raise in choose_step
+            one.why_missed = one.why_missed or str(error)
         if not context.config.precision.masters:
             warn_of_eps(one.optimizer)
     if former := former_parameters(plan.names_of, module):

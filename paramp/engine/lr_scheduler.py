@@ -21,8 +21,9 @@ class Scheduler:
     """A learning-rate scheduler whose ``step()`` advances only if the engine has stepped since the last call.
 
     It does not advance after a skipped step or while gradients accumulate. Other attributes are those of the wrapped
-    scheduler; of several, ``schedulers``, the first one's. On a GPU the host does not wait for the decision of a step:
-    the scheduler advances when the next step begins, or when one of its attributes is read.
+    scheduler, which are set there too; of several, ``schedulers``, the first one's, to read only. On a GPU the host
+    does not wait for the decision of a step: the scheduler advances when the next step begins, or when one of its
+    attributes is read.
     """
 
     optimizer: torch.optim.Optimizer
@@ -95,6 +96,18 @@ class Scheduler:
             if name.startswith("_"):  # an incomplete copy has no attributes yet
                 raise AttributeError(name)
             return getattr(self.schedulers[0], name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_own = name.startswith("_") or hasattr(type(self), name)
+            if is_own or not any(hasattr(scheduler, name) for scheduler in self.schedulers):
+                super().__setattr__(name, value)
+            elif len(self._schedulers) > 1:
+                raise AttributeError(
+                    f"lr_scheduler: {name!r} is an attribute of {len(self._schedulers)} schedulers; set it on each of "
+                    "lr_scheduler.schedulers that it is meant for"
+                )
+            else:
+                setattr(self._schedulers[0], name, value)
 
 
 def build_schedulers(

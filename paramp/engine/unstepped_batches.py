@@ -23,7 +23,8 @@ UNUSED = (
 CHANGED = (
     "step(): all gradients were changed since the backward, when they carry the loss scale ({}) and are each rank's "
     "terms of sums: clipping or adding a number there makes the step wrong, or too small to see. Set clip_grad_norm in "
-    "the configuration; in other changes of engine.before_step or of yours, count with engine.scaler.get_scale()"
+    "the configuration; in other changes of engine.before_step or of yours, count with engine.scaler.get_scale(). What "
+    "scales with the gradients, such as a mask, is right"
 )
 BY_HAND = (
     "step(): its gradients are from no backward of the engine, such as loss.backward() of a loss of model(x): a step "

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.collectives import is_distributed
 from ..base.dtensor import is_dtensor
 from ..scaling.complete_and_unscale_gradients import align_gradients, dense_gradients
-from ..scaling.grad_norm import total_norm
+from ..scaling.grad_norm import reduce_norm, total_norm
 from ..scaling.local_norm import norm_power
 
 ELEMENTWISE = ("mul_", "clamp_", "clamp_min_", "clamp_max_")
@@ -60,12 +61,14 @@ class LogicalGradient(torch.Tensor):
         logical = args[0] if args else None
         if func is torch.linalg.vector_norm and isinstance(logical, LogicalGradient):
             norm_type = float(args[1]) if len(args) > 1 else 2.0
-            norm = total_norm(logical.parts, logical.norm_weights, norm_type, logical.device)
-            if not logical.is_sharded:
-                own = norm_power(logical.parts, [1.0] * len(logical.parts), norm_type, logical.device)
-                own = own if math.isinf(norm_type) else own.pow(1.0 / norm_type)
-                norm = torch.where(norm.isfinite(), own, norm)
-            return norm.float()
+            if logical.is_sharded:
+                return total_norm(logical.parts, logical.norm_weights, norm_type, logical.device).float()
+            power = norm_power(logical.parts, [1.0] * len(logical.parts), norm_type, logical.device)
+            own = power if math.isinf(norm_type) else power.pow(1.0 / norm_type)
+            if is_distributed():  # a norm that is not finite is every rank's
+                norm = reduce_norm(power, norm_type)[0]
+                own = torch.where(norm.isfinite(), own, norm)
+            return own.float()
         if getattr(func, "__name__", "") in ELEMENTWISE and isinstance(logical, LogicalGradient):
             for part in logical.parts:
                 if func.__name__ != "mul_":

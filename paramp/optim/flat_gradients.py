@@ -182,7 +182,7 @@ class FlatGradients:
             RuntimeError: FSDP2 shards the parameters, and one has a hook, which would not be called.
         """
         sharded = self.reduction.units is not None
-        if name := next((param.name for param in self.params if sharded and num_hooks(param.parameter)), None):
+        if name := sharded and next((param.name for param in self.params if num_hooks(param.parameter)), None):
             raise RuntimeError(
                 f"{name!r} has a hook on its gradient, which fully_shard does not call (parallel.data.shard); remove "
                 "it, and change the gradient in engine.before_step instead"

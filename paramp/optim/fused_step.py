@@ -52,9 +52,15 @@ class Kernel:
     """The update with a group's options and a step count, 0-dim."""
 
 
+def _rate(options: Options) -> float | torch.Tensor:
+    """The learning rate as the kernels take it; a schedule may have set one of NumPy's."""
+    rate = options["lr"]
+    return rate if isinstance(rate, torch.Tensor) else float(rate)
+
+
 def _adam(options: Options, step: torch.Tensor) -> Update:
     kernel = torch._fused_adamw_ if options.get("decoupled_weight_decay") else torch._fused_adam_
-    fixed = {name: options[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    fixed = {name: options[name] for name in ("weight_decay", "eps", "amsgrad", "maximize")} | {"lr": _rate(options)}
     fixed |= {"beta1": float(options["betas"][0]), "beta2": float(options["betas"][1])}
 
     def update(weight: torch.Tensor, gradient: torch.Tensor, state: State, **scaling: Any) -> None:
@@ -66,8 +72,9 @@ def _adam(options: Options, step: torch.Tensor) -> Update:
 
 
 def _sgd(options: Options, _: torch.Tensor) -> Update:
-    fixed = {name: options[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-    fixed["is_first_step"] = False  # a momentum of zeros gives the same result, also if the first step is skipped
+    fixed = {name: options[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    # A momentum of zeros gives the same result as a first step would, also if the first step is skipped.
+    fixed |= {"lr": _rate(options), "is_first_step": False}
 
     def update(weight: torch.Tensor, gradient: torch.Tensor, state: State, **scaling: Any) -> None:
         momenta = [state["momentum_buffer"]] if options["momentum"] else []

@@ -124,8 +124,9 @@ class ReduceScatter(GradientReduction):
             )
         complete = list(itertools.takewhile(lambda buffer: not self._waiting[buffer], self._next))
         self._waiting[buffer].discard(param)
-        self._start_overlapped(complete)
-        del self._next[: len(complete)]
+        if complete:
+            self._start_overlapped(complete)
+            del self._next[: len(complete)]
 
     def _start_overlapped(self, buffers: Sequence[Buffer]) -> None:
         self._gradients.outside.take_back(param for buffer in buffers for param in buffer.params)

@@ -74,7 +74,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
         ConfigError: it has stepped, has state that does not count steps, needs a closure, is SparseAdam, or holds a
             tensor that is not in ``names_of``.
     """
-    if any(float(state.get("step", 0)) > 0 for state in optimizer.state.values()):
+    states: Mapping[Any, Any] = optimizer.state
+    # Besides tensors torch accepts keys of the optimizer's own, whose values may be anything.
+    of_tensors = {key: state for key, state in states.items() if isinstance(key, torch.Tensor)}
+    if any(float(state.get("step", 0)) > 0 for state in of_tensors.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
     if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):
         kind = type(optimizer).__name__
@@ -88,8 +91,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
                     f"optimizer: it holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "model; make it from model.parameters(), and initialize each model and optimizer once"
                 )
-    states: Mapping[Any, Any] = optimizer.state
-    for parameter, state in states.items():
+    for parameter, state in of_tensors.items():
         if state and "step" not in state:  # a method such as train() may have looked into it
             name = names_of[parameter][0] if parameter in names_of else str(parameter)
             raise ConfigError(
@@ -225,18 +227,77 @@ class NarrowState:
 def repoint(
     optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Parameter, list[str]], weights: NamedWeights
 ) -> None:
-    """Replace the model's parameters in the groups by this rank's stepped tensors; the groups' options stay."""
+    """Replace the model's parameters in the groups by this rank's stepped tensors; the groups' options stay.
+
+    Raises:
+        ConfigError: the constructor has made state that cannot be made for these. The groups were not changed then.
+    """
     stepped = weights.by_name()
+    replaced = []
     for group in optimizer.param_groups:
         found = [next((stepped[name] for name in names_of[old] if name in stepped), None) for old in group["params"]]
         kept = [(index, tensor) for index, tensor in enumerate(found) if tensor is not None]
-        group["params"] = [tensor for _, tensor in kept]
+        changes: dict[str, Any] = {"params": [tensor for _, tensor in kept]}
         if "param_names" in group:
-            group["param_names"] = [group["param_names"][index] for index, _ in kept]
-    is_made = any(optimizer.state.values())  # by some constructors, such as Adagrad's
-    optimizer.state.clear()
-    if is_made:  # make it again for the stepped tensors
-        optimizer.state.update(type(optimizer)(optimizer.param_groups, **optimizer.defaults).state)
+            changes["param_names"] = [group["param_names"][index] for index, _ in kept]
+        replaced.append((group, changes, [(group["params"][index], tensor) for index, tensor in kept]))
+    pairs = [pair for *_, of_group in replaced for pair in of_group]
+    made = _made_state(optimizer, pairs, [{**group, **changes} for group, changes, _ in replaced])
+    for group, changes, _ in replaced:
+        group.update(changes)
+    for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(made)
+
+
+def _made_state(
+    optimizer: torch.optim.Optimizer,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    groups: list[dict[str, Any]],
+) -> Mapping[torch.Tensor, dict[str, Any]]:
+    """The state that some constructors make, such as Adagrad's, for the second ones of ``pairs``, those of ``groups``.
+
+    The constructor makes it again, if it takes ``defaults`` as keywords.
+
+    Raises:
+        ConfigError: it does not, and state cannot be taken over.
+    """
+    if not any(optimizer.state.get(old) for old, _ in pairs):
+        return {}
+    try:
+        again = type(optimizer)(groups, **optimizer.defaults).state
+        return {key: state for key, state in again.items() if isinstance(key, torch.Tensor)}
+    except TypeError as error:
+        made = {
+            new: {key: _taken_over(key, value, old, new) for key, value in optimizer.state.get(old, {}).items()}
+            for old, new in pairs
+        }
+        if left := {key for state in made.values() for key, value in state.items() if value is NotImplemented}:
+            raise ConfigError(
+                f"optimizer: the constructor of {type(optimizer).__name__} made the state {min(left)!r}, which has to "
+                "be made again for the tensors that are stepped, but it does not take the optimizer's `defaults` as "
+                f"keywords ({error}); make that state in step(), or let the constructor take them"
+            ) from error
+        return made
+
+
+def _taken_over(key: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """``value`` of the state of ``old`` as one of ``new``; NotImplemented if only the constructor can make that.
+
+    It is not where elements differ, as in a copy of a weight: replicas may have got the values of another rank since.
+    """
+    if key == "step" or not isinstance(value, torch.Tensor):
+        return value
+    if value.is_meta:
+        return NotImplemented
+    if value.shape != old.shape:
+        is_of_part = value.ndim > 0 and new.shape != old.shape
+        return NotImplemented if is_of_part else value.to(new.device) if value.ndim else value
+    elements = local(value).flatten()
+    if (elements != elements[:1]).any():
+        return NotImplemented
+    dtype = new.dtype if value.is_floating_point() or value.is_complex() else value.dtype
+    return torch.full_like(new.detach(), elements[0].item() if len(elements) else 0, dtype=dtype)
 
 
 def why_weights_are_missed(

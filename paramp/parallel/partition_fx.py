@@ -19,7 +19,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -219,7 +219,7 @@ def _stage_module(model: nn.Module, kept: set[str], graphs: _Graphs, index: int)
             others = [one for one in shared.items() if not isinstance(one[1], nn.Parameter)]  # FSDP2 writes into these
             made = stage_graph.interpreter.made
             with (
-                _refusing_other_values(part, stage_graph.reads),
+                _refusing_other_values(stage_graph.interpreter.tables(stage_graph.reads)),
                 refusing_changes(others, changed),
                 refusing_changes(made, changed_constant),
             ):
@@ -258,6 +258,19 @@ class _Interpreter(fx.Interpreter):
         nodes = [node for node in graph.nodes if node.meta.get(IS_MADE)]
         self.made = [(node.meta.get("line", ""), getattr(module, str(node.target))) for node in nodes]
         """The tensors that the trace has made of numbers, with the lines that use them."""
+        self._tables: list[Read] | None = None
+
+    def tables(self, reads: Mapping[str, str]) -> list[Read]:
+        """Where the attributes ``reads`` of the modules of this stage are."""
+        if self._tables is None:  # run() caches the submodules, too
+            parts = [(name, line, name.rpartition(".")) for name, line in reads.items()]
+            found = [(name, line, owner, attribute) for name, line, (owner, _, attribute) in parts]
+            self._tables = [
+                (name, line, vars(self.module.get_submodule(owner)), attribute)
+                for name, line, owner, attribute in found
+                if _has(self.module, owner)
+            ]
+        return self._tables
 
     def run_node(self, n: fx.Node) -> Any:
         try:
@@ -318,23 +331,27 @@ def _check_names(part: nn.Module, graph: fx.Graph, model: nn.Module, call: Call)
             )
 
 
+Read: TypeAlias = tuple[str, str, dict[str, Any], str]
+"""The name of an attribute, the line that reads it, its module's attributes, and its name there."""
+IMMUTABLE = frozenset(PLAIN)
+
+
 @contextmanager
-def _refusing_other_values(part: nn.Module, reads: Mapping[str, str]) -> Iterator[None]:
+def _refusing_other_values(reads: Sequence[Read]) -> Iterator[None]:
     """A context whose exit raises a ConfigError if an attribute of ``reads`` has another value than before."""
-    before = {name: _leaves_of(part, name) for name in reads}
+    before = [table.get(attribute) for _, _, table, attribute in reads]
+    # Plain values, most of all, are the same object or not; others may be changed in place.
+    parts = [None if type(value) in IMMUTABLE else dict(leaves(value)) for value in before]
     yield
-    for name, line in reads.items():
-        if not _is_same(_leaves_of(part, name), before[name]):
+    for (name, line, table, attribute), value, its in zip(reads, before, parts, strict=True):
+        now = table.get(attribute)
+        if its is None and now is value:
+            continue
+        if not _is_same(dict(leaves(now)), {"": value} if its is None else its):
             raise ConfigError(
                 f"parallel.pipeline.split: the code between modules reads {name!r} {line}, which the forward of "
                 f"{name.rpartition('.')[0]!r} sets, and tracing has read once; return it from that forward"
             )
-
-
-def _leaves_of(part: nn.Module, name: str) -> dict[str, Any]:
-    """The leaves of the attribute ``name`` of a module in ``part``; of None if the stage lacks it."""
-    owner, _, attribute = name.rpartition(".")
-    return dict(leaves(vars(part.get_submodule(owner)).get(attribute) if _has(part, owner) else None))
 
 
 def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -129,11 +129,14 @@ def _grouped(
 
 
 def _to_fp32(arguments: Any, device_type: str) -> Any:
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        is_low = tensor.dtype.itemsize < 4 and tensor.is_floating_point() and tensor.device.type == device_type
-        return tensor.float() if is_low else tensor
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            is_low = value.dtype.itemsize < 4 and value.is_floating_point() and value.device.type == device_type
+            return value.float() if is_low else value
+        return [*map(widen, value)] if isinstance(value, (list, tuple)) else value  # of tensors or numbers
 
-    return tree_map_only(torch.Tensor, widen, arguments)
+    args, kwargs = arguments
+    return tuple(map(widen, args)), {name: widen(value) for name, value in kwargs.items()}
 
 
 def _to_widest(arguments: Any, device_type: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.collectives import gather_objects
+from ..base.collectives import gather_objects, is_distributed
 from ..base.dtensor import local
 from ..base.errors import require
 from ..base.torch_internals import expect
@@ -107,11 +107,11 @@ def _agreed_norm(
                     f"a gradient of shape {tuple(gradient.shape)} is sparse, which clip_grad_norm_ does not support; "
                     "call .to_dense() on it first"
                 )
-        norm_weights = [norm_weight(parameter, context) for parameter in owned]
+        norm_weights = norm_weights_of(owned, context)
         part = norm_power(gradients, norm_weights, norm_type, device)
     except ValueError as error:
         problem = error
-    total, num_problems = _reduce(part, norm_type, failed=problem is not None)
+    total, num_problems = reduce_norm(part, norm_type, failed=problem is not None)
     if isinstance(num_problems, torch.Tensor) and num_problems.device.type in DELAYED and _failures.keep(num_problems):
         if problem is not None:
             raise problem
@@ -168,6 +168,13 @@ def positive(name: str, value: Any, allowed: str) -> float:
     return number
 
 
+def norm_weights_of(parameters: Sequence[torch.Tensor], context: World | None) -> list[float]:
+    """:func:`norm_weight` of each; a single process without a context holds each element once."""
+    if context is None and not is_distributed():
+        return [1.0] * len(parameters)
+    return [norm_weight(parameter, context) for parameter in parameters]
+
+
 def norm_weight(parameter: torch.Tensor, context: World | None) -> float:
     """The norm weight of ``parameter``: 1 / the number of ranks that hold each of its elements."""
     for tie in context.ties if context else ():
@@ -186,10 +193,10 @@ def total_norm(
         norm_weights: the weight of the elements of each gradient of this rank (:func:`norm_weight`).
         norm_type: p of the p-norm; ``math.inf`` for the largest magnitude.
     """
-    return _reduce(norm_power(gradients, norm_weights, norm_type, device), norm_type)[0]
+    return reduce_norm(norm_power(gradients, norm_weights, norm_type, device), norm_type)[0]
 
 
-def _reduce(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
+def reduce_norm(part: torch.Tensor, norm_type: float, *, failed: bool = False) -> tuple[torch.Tensor, Any]:
     """The norm, 0-dim, from every rank's :func:`norm_power`; and how many ranks ``failed``, a number or 0-dim."""
     distributed = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed and math.isinf(norm_type) else (0, 1)

@@ -35,7 +35,9 @@ def test_all_defaults_can_be_written_out(mode):
     assert load({"precision": mode} | written).precision == load({"precision": mode}).precision
 
 
-def test_integers_of_numpy_are_integers():
+def test_numbers_of_numpy_are_numbers():
+    found = load({"clip_grad_norm": np.float32(0.5)}).clip_grad_norm
+    assert (found, type(found)) == (0.5, float)
     config = load({"gradient_accumulation": np.int64(2), "parallel": {"tensor": np.int32(4)}})
     assert config == load({"gradient_accumulation": 2, "parallel": {"tensor": 4}})
     assert {type(config.gradient_accumulation), type(config.parallel.tensor.size)} == {int}

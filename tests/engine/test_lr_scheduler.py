@@ -99,3 +99,8 @@ def test_the_state_of_a_plain_scheduler_is_loaded_too():
         assert scheduler.last_epoch == 7  # the engine has not stepped since
         step(engine, scheduler)
         assert copy.copy(scheduler).last_epoch == 8
+        scheduler.gamma, scheduler.own = 0.25, 1
+        rate = scheduler.get_last_lr()[0]
+        step(engine, scheduler)
+        assert scheduler.get_last_lr() == [rate / 4]
+        assert (scheduler.own, "own" in scheduler.state_dict()) == (1, False)

@@ -440,6 +440,8 @@ def test_schedulers_of_several_optimizers_advance_together_and_are_saved(several
             assert schedule.get_last_lr() == pytest.approx([0.025] * 2)
         schedule.schedulers[0].gamma = 0.25
         assert (schedule.gamma, schedule.schedulers[1].gamma) == (0.25, 0.5)  # others are the first one's
+        with pytest.raises(AttributeError, match="'gamma' is an attribute of 2 schedulers; set it on each"):
+            schedule.gamma = 0.125
         with pytest.raises(paramp.ConfigError, match="the states of 1 schedulers, expected those of 2"):
             schedule.load_state_dict(decaying(first).state_dict())
 

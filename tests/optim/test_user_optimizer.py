@@ -4,6 +4,7 @@ import functools
 import itertools
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 from beside_plain import assert_weights, plain_step, randn, seeded, train_both
@@ -306,6 +307,46 @@ def test_every_other_optimizer_of_torch_trains_as_in_plain_torch(name):
     with paramp.launch_from_torch() as context:
         engine, given = engine_of(seeded(build), optimizer=make), [randn(8, 6, seed=step) for step in range(4)]
         train_both(context, engine, seeded(build), [(x, x[:, :3]) for x in given], optimizer=make, rtol=1e-5)
+
+
+class Beginning(torch.optim.SGD):
+    """SGD whose constructor, of other arguments than its ``defaults``, makes momenta and a count of its own."""
+
+    def __init__(self, parameters, rate=0.05, start=torch.zeros_like):
+        super().__init__(parameters, lr=2 * rate, momentum=0.9, foreach=False)
+        self.state["calls"] = 0
+        for one in self.param_groups[0]["params"]:
+            self.state[one] = {"step": torch.tensor(0.0), "momentum_buffer": start(one.detach())}
+
+    def step(self, closure=None):
+        self.state["calls"] += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-naive"])
+def test_state_that_a_constructor_makes_is_taken_over(mode, tmp_path):
+    model, x = nn.Linear(4, 4), randn(4, 4)
+    with paramp.launch_from_torch({"precision": mode}):
+        engine = engine_of(model, optimizer=functools.partial(Beginning, start=torch.ones_like))
+        (weight, *_), state = engine.optimizer.param_groups[0]["params"], engine.optimizer.state
+        assert (state[weight]["momentum_buffer"] == 1).all()
+        assert (state[weight]["momentum_buffer"].dtype, state[weight]["step"].item()) == (weight.dtype, 0)
+        train_step(engine, x)
+        engine.save(tmp_path / "saved")
+        engine = engine_of(nn.Linear(4, 4), optimizer=Beginning)
+        engine.load(tmp_path / "saved")
+        assert engine.optimizer.state["calls"] == 1
+        copies = functools.partial(Beginning, start=torch.clone)  # which differ if replicas get the values of a rank
+        with pytest.raises(paramp.ConfigError, match=r"Beginning made the state 'momentum_buffer'.*defaults"):
+            engine_of(nn.Linear(4, 4), optimizer=copies)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_learning_rate_may_be_an_array_of_numpy(kind):
+    with paramp.launch_from_torch():
+        engine = engine_of(nn.Linear(4, 4), optimizer=functools.partial(kind, lr=0.1))
+        engine.optimizer.param_groups[0]["lr"] = np.array(0.1)
+        assert train_step(engine, randn(4, 4)).stepped
 
 
 LAYOUTS = layouts("pp2·tp2, dp2·tp2 + sp, dp2·tp2 + zero1, pp2·dp2 + zero1, fsdp4, hsdp2x2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from .model_tensors import ParamChunks
 
 OPTIMIZER = "optimizer."
 """The prefix of the names of optimizer state."""
+OWN_STATE = "state."
+"""The prefix of the keys of an optimizer's state that are of no parameter, among its numbers."""
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Options of a param group that select an implementation and do not change the result. They are not saved."""
 STATE_OPTIONS = ("amsgrad", "momentum", "nesterov", "centered")
@@ -247,7 +249,8 @@ class OptimizerState:
 
 
 class OptimizerAttributes:
-    """The numbers that optimizers of a user's class count in attributes, such as the steps of a Lookahead.
+    """The numbers that optimizers of a user's class count in attributes, such as the steps of a Lookahead, or in
+    entries of their state that are of no parameter.
 
     Only those that have changed since ``initialize`` are saved: an option that the constructor was given stays as the
     run that resumes has it, and so does a rank's own number. Flags are left out: they may tell what a process has set
@@ -266,8 +269,12 @@ class OptimizerAttributes:
     def load(self, saved: Sequence[Mapping[str, float]], *, has_stepped: bool) -> None:
         """Set what :meth:`changed` returned; if this run ``has_stepped``, the others as they were at ``initialize``."""
         for one, then, changed in zip(self._optimizers, self._initial, saved, strict=False):
-            vars(one).update({**(then if has_stepped else {}), **changed})
+            for key, value in {**(then if has_stepped else {}), **changed}.items():
+                name = key.removeprefix(OWN_STATE)
+                (vars(one) if name == key else cast(dict[str, Any], one.state))[name] = value
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    return {key: value for key, value in own_attributes(optimizer).items() if type(value) in (int, float)}
+    states: Mapping[Any, Any] = optimizer.state
+    own = {f"{OWN_STATE}{key}": value for key, value in states.items() if isinstance(key, str)}
+    return {key: value for key, value in (own_attributes(optimizer) | own).items() if type(value) in (int, float)}

@@ -32,13 +32,12 @@ class GatheredWeights:
     @uncompiled
     def refuse_replaced(self, module: nn.Module, _: Any) -> None:
         """Raise a ConfigError for a parameter that the caller has replaced: the unit would gather its own over it."""
-        for group in fsdp2_internals.groups(module):
-            for one in filter(fsdp2_internals.is_replaced, group.fsdp_params):
-                raise ConfigError(
-                    f"parallel.data.shard: {self._names[one]!r} has another tensor in its place, as by "
-                    "torch.func.functional_call, expected the parameter, because a block gathers its own before its "
-                    "forward; call functional_call there, of a module in the block, or set data.shard to 1"
-                )
+        for one in fsdp2_internals.replaced(module):
+            raise ConfigError(
+                f"parallel.data.shard: {self._names[one]!r} has another tensor in its place, as by "
+                "torch.func.functional_call, expected the parameter, because a block gathers its own before its "
+                "forward; call functional_call there, of a module in the block, or set data.shard to 1"
+            )
 
     @uncompiled
     def begin(self, module: nn.Module, _: Any) -> None:
@@ -50,10 +49,11 @@ class GatheredWeights:
     @uncompiled
     def check(self, module: nn.Module, *_: Any) -> None:
         with unwatched():
+            replaced = fsdp2_internals.replaced(module)
             for one, state in fsdp2_internals.states_of_gathered(module).items():
                 # Parametrizations, such as peft's of parameters, write to a weight what it has.
                 written = state != self._before.get(one) and fsdp2_internals.differs_from_shard(one)
-                if written or fsdp2_internals.is_replaced(one):
+                if written or one in replaced:
                     self._changed.append(self._names[one])
 
 

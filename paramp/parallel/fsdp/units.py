@@ -297,9 +297,12 @@ class ShardedUnits:
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers what a step or a load has written."""
         for unit in self._units:
-            for group in fsdp2_internals.groups(unit):
-                fsdp2_internals.drop_prefetched(group)
-            unit.reshard()
+            groups = fsdp2_internals.groups(unit)
+            for group in groups:
+                if group._all_gather_result is not None:
+                    fsdp2_internals.drop_prefetched(group)
+            if not all([group.is_sharded for group in groups]):
+                unit.reshard()
 
     def after_reshard(self, call: Callable[[], object]) -> Callable[[], object]:
         """``call`` behind :meth:`reshard`: a call of the module itself leaves gathered parameters in it."""

@@ -22,7 +22,7 @@ from ....optim.user_changes.refused_changes import changed_in_step
 from ....optim.user_optimizer import StepGuard, SteppedInPlace
 from ....precision.compute_context import ComputeContext, default_dtype_of
 from ....scaling.complete_and_unscale_gradients import complete_and_check, unscale_and_check_
-from ....scaling.grad_norm import count_zeros, norm_weight, positive, total_norm
+from ....scaling.grad_norm import count_zeros, norm_weights_of, positive, total_norm
 from ....scaling.loss_scaler import DistributedGradScaler
 from ....scaling.loss_scaling_options import LossScaling
 from ....scaling.step_decision import clip_coefficient
@@ -299,4 +299,4 @@ class AmpOptimizer(torch.optim.Optimizer):
 
     def _norm_weights(self) -> list[float]:
         context = current_context()
-        return [norm_weight(parameter, context) for parameter in self._weights.parameters]
+        return norm_weights_of(self._weights.parameters, context)

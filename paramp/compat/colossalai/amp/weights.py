@@ -43,6 +43,7 @@ class Weights:
             for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
+        self._apart = {name: one for name, one in zip(self.names, self._weights, strict=True) if one.stepped is not one.weight}
         pairs = list(zip(self.names, self._weights, strict=True))
         self.with_masters = [(repr(name), one.weight) for name, one in pairs if one.has_master]
         of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
@@ -115,7 +116,7 @@ class Weights:
         for name, at in self._current_memory().items():
             if at != self._memory[name]:
                 raise RuntimeError(moved(name, "convert_to_amp"))
-        for one in self._weights:
+        for one in self._apart.values():
             one.take_gradient()
         return [stepped.grad for stepped in self.stepped if stepped.grad is not None]
 
@@ -129,7 +130,7 @@ class Weights:
         Raises:
             RuntimeError: one of a weight with a master was changed.
         """
-        for name, one in zip(self.names, self._weights, strict=True):
+        for name, one in self._apart.items():
             if one.has_other_gradient:
                 raise RuntimeError(
                     f"the gradient of {name!r} was changed after clip_grad_norm had copied it to the fp32 master, "
@@ -143,11 +144,11 @@ class Weights:
         if self.is_new and is_distributed():
             for one in self._weights:
                 one.take_up_broadcast()
-        follow_changed_weights(self._weights)
+        follow_changed_weights(self._apart.values())
 
     def write_back(self) -> None:
         """Round the stepped masters to the weights. Without masters they share storage already."""
-        round_to_weights(self._weights)
+        round_to_weights(list(self._apart.values()))
         self.is_new = False
 
     def zero_grad(self) -> None:
@@ -157,7 +158,7 @@ class Weights:
 
     def drop_master_gradients(self) -> None:
         """Free the masters' fp32 gradients, which are not read after the step."""
-        drop_gradients(self._weights)
+        drop_gradients(self._apart.values())
 
 
 def to_be_stepped(module: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
