@@ -251,11 +251,8 @@ class ModuleMasters:
     def _held(self, optimizer: torch.optim.Optimizer) -> list[ParameterMasters]:
         """The weights with masters whose weight or master is in the groups of ``optimizer``."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [
-            one
-            for one in self._weights.values()
-            if (id(one.weight) in held or id(one.stepped) in held) and one.weight.dtype is not one.stepped.dtype
-        ]
+        found = (one for one in self._weights.values() if id(one.weight) in held or id(one.stepped) in held)
+        return [one for one in found if one.has_master]
 
     def _put_masters(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

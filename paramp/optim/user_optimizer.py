@@ -76,7 +76,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names_of: Mapping[nn.Param
     """
     states: Mapping[Any, Any] = optimizer.state
     # Besides tensors torch accepts keys of the optimizer's own, whose values may be anything.
-    of_tensors = {key: state for key, state in states.items() if isinstance(key, torch.Tensor)}
+    of_tensors: dict[Any, Any] = {key: state for key, state in states.items() if isinstance(key, torch.Tensor)}
     if any(float(state.get("step", 0)) > 0 for state in of_tensors.values()):
         raise ConfigError("optimizer: it has stepped already; pass a fresh one, so that its state fits the shards")
     if isinstance(optimizer, torch.optim.LBFGS) or _needs_closure(optimizer):

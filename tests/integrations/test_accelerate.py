@@ -337,6 +337,10 @@ def test_gradients_that_ranks_have_not_exchanged_are_clipped_by_their_own_norm(w
         for norm_type in (2, INF):
             own = nn.utils.get_total_norm([one.grad for one in model.parameters()], norm_type)
             assert accelerator.clip_grad_norm_(model.parameters(), 0.1 * own.item(), norm_type) == pytest.approx(own)
+        if world.rank == 1:
+            next(model.parameters()).grad.fill_(INF)
+        for norm_type in (2, INF):  # a norm that is not finite is every rank's
+            assert not accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type).isfinite()
 
 
 # ------------------------------------------------------------------------------------------------- one process

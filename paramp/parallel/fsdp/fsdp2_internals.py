@@ -106,29 +106,22 @@ def gathered(records: Iterable[Any], parameter: torch.Tensor) -> torch.Tensor:
 def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
     """By torch's record, what differs once a gathered parameter of ``unit``, which runs, was changed in place or given
     another ``.data``; not after a change in place of its ``.data``, which nothing counts."""
-    from torch.distributed.tensor import DTensor
-
-    states = {}
-    for group in groups(unit):
-        for one in group.fsdp_params:  # inline: it is called twice in each forward
-            whole = one._unsharded_param
-            changes = 0 if whole.is_inference() else whole._version
-            if isinstance(whole, DTensor):
-                whole = whole._local_tensor
-                changes += 0 if whole.is_inference() else whole._version
-            states[one] = changes, whole.data_ptr()
-    return states
+    found = {one: one._unsharded_param for group in groups(unit) for one in group.fsdp_params}
+    return {record: (version(whole), local(whole).data_ptr()) for record, whole in found.items()}
 
 
 def replaced(unit: Any) -> list[Any]:
     """torch's records of ``unit`` whose module has another parameter than the gathered one and its shard."""
-    found = []
-    for group in groups(unit):
-        for one in group.fsdp_params:
-            now = one._module_info.module._parameters.get(one._module_info.param_name)
-            if now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None):
-                found.append(one)
-    return found
+    records = [
+        (one, one._module_info.module._parameters.get(one._module_info.param_name))
+        for group in groups(unit)
+        for one in group.fsdp_params
+    ]
+    return [
+        one
+        for one, now in records
+        if now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None)
+    ]
 
 
 def differs_from_shard(one: Any) -> bool:

@@ -299,9 +299,8 @@ class ShardedUnits:
         for unit in self._units:
             groups = fsdp2_internals.groups(unit)
             for group in groups:
-                if group._all_gather_result is not None:
-                    fsdp2_internals.drop_prefetched(group)
-            if not all([group.is_sharded for group in groups]):
+                fsdp2_internals.drop_prefetched(group)
+            if not all(group.is_sharded for group in groups):
                 unit.reshard()
 
     def after_reshard(self, call: Callable[[], object]) -> Callable[[], object]:

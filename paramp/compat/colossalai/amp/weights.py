@@ -43,8 +43,8 @@ class Weights:
             for name, parameter in trained
         ]
         self.stepped = [one.stepped for one in self._weights]
-        self._apart = {name: one for name, one in zip(self.names, self._weights, strict=True) if one.stepped is not one.weight}
         pairs = list(zip(self.names, self._weights, strict=True))
+        self._apart = {name: one for name, one in pairs if one.stepped is not one.weight}
         self.with_masters = [(repr(name), one.weight) for name, one in pairs if one.has_master]
         of_dtensors = ((name, one) for name, one in pairs if is_dtensor(one.weight) and not one.has_master)
         self.of_dtensors = {name: one.stepped for name, one in of_dtensors}
