@@ -21,7 +21,6 @@ expect("torch._debug_has_internal_overlap")
 
 LOCAL_SHARDS = "_paramp_local_shards"
 """The attribute of a module that computes on local tensors: ``{parameter: whether its gradient is partial}``."""
-
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """The classes of most tensors, of which nothing needs to be asked."""
 

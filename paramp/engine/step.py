@@ -255,8 +255,7 @@ class OptimizerStep:
     def _record(self, decision: StepDecision) -> StepResult:
         precision = self._context.config.precision
         self._scaler.commit(decision.overflow, ~decision.skip)
-        # A loss of 0, such as a hinge whose margin is met, has no gradient that could underflow. With gradients that
-        # were set by hand there is no loss, whose mean then is NaN.
+        # A loss of 0 has no gradient that could underflow. That of gradients which were set by hand is NaN.
         vanished = ~decision.skip & (decision.values[2] == 0) & (decision.values[4].abs() > 0)
         self.counters.add(decision.skip, decision.overflow, self._scaler.at_floor(), vanished)
         result = StepResult(decision.values, with_zeros=precision.log_num_zeros)

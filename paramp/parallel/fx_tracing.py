@@ -9,7 +9,6 @@ that the forward sets (:mod:`paramp.parallel.attributes_of_trace`), and random n
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import inspect
 import traceback
@@ -29,6 +28,7 @@ from ..base.replaced_in_torch import patched
 from ..base.torch_internals import take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, tensors
 from .attributes_of_trace import CONSTANT, OF_ALL, Attributes
+from .branches_of_trace import asserted, may_be_caught, required
 from .generators_of_trace import Generators
 from .materialize import outline
 from .partition import is_sequential
@@ -145,7 +145,7 @@ def trace(model: nn.Module, opened: frozenset[str], call: Call) -> dict[bool, fx
     except Exception as error:
         raise ConfigError(
             f"parallel.pipeline.size: {type(model).__name__} is not an nn.Sequential, and tracing its forward failed"
-            f"{_where(error)}: {generators.draws() or error}. Move code that depends on tensor values into a "
+            f"{_where(error)}: {generators.draws() or error}. Move code that depends on sizes or values into a "
             "submodule, which is not traced, or make the model an nn.Sequential"
         ) from error
     finally:
@@ -200,12 +200,17 @@ class _Tracer(ValueTracer):
         self.attributes = Attributes()
         self.returned: Any = None
         """What the forward has returned."""
+        self._refused: fx.proxy.TraceError | None = None
+        """What the last branch on a traced value has raised, which the forward may have caught."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         attributes, functions = self.attributes.following(root), self.recording_functions()
         self._of_parameters = _OfParameters(root)
         with attributes, functions, self.recording_autograd_functions(), self._of_parameters:
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
+        if self._refused is not None:
+            raise self._refused
+        return graph
 
     def changed_factories(self) -> set[Place]:
         """The calls that make tensors of numbers alone, which the forward changes in place with what it computes.
@@ -318,11 +323,22 @@ class _Tracer(ValueTracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         # torch's own trace_asserts supports the bytecode of older Python versions only.
         frame = users_frame()
-        if frame is None or not _asserts(frame.f_code, frame.f_lasti):
-            return super().to_bool(obj)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.create_proxy("call_function", _require, (obj, f"the model's assertion at {where} failed"), {})
-        return True
+        must: bool | None = None
+        if frame is not None:
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            message = f"the model's assertion at {where} failed"
+            must = asserted(frame.f_code, frame.f_lasti)
+            if must is None and not may_be_caught(frame, _Tracer.trace.__code__):
+                message = f"the model's forward raises an error at {where}"
+                must = required(frame.f_code, frame.f_lasti, str(obj.node.target))
+        if must is None:
+            self._refused = fx.proxy.TraceError(
+                "this control flow depends on a size or a value of a tensor. Tracing records it only if it is assert, "
+                "or if with a branch that just raises an error, outside of try and with"
+            )
+            raise self._refused
+        self.create_proxy("call_function", _require, (obj, must, message), {})
+        return must
 
     @contextmanager
     def recording_functions(self) -> Iterator[None]:
@@ -423,21 +439,14 @@ def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def _require(condition: object, message: str) -> None:
-    if not condition:
+def _require(condition: object, must: bool, message: str) -> None:
+    if bool(condition) is not must:
         raise AssertionError(message)
 
 
 def _modes() -> tuple[bool, ...]:
     autocast = map(torch.is_autocast_enabled, ("cpu", "cuda"))
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
-
-
-@functools.lru_cache(maxsize=2**10)
-def _asserts(code: CodeType, offset: int) -> bool:
-    """Whether the instruction at ``offset`` is of an ``assert``, which raises AssertionError if the value is false."""
-    following = [step.opname for step in dis.get_instructions(code) if step.offset > offset]
-    return "LOAD_ASSERTION_ERROR" in following[:2] or "LOAD_COMMON_CONSTANT" in following[:2]
 
 
 def check_mode(name: str, module: nn.Module, model: nn.Module) -> None:

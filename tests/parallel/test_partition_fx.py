@@ -5,7 +5,7 @@ import operator
 import random
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 
 import numpy as np
@@ -146,6 +146,37 @@ class Branching(Two):
         return self.two(y) if y.sum() > 0 else y
 
 
+def two_conditions(module, y):
+    if y.dim() > 2 and y.shape[1] > 4:
+        raise ValueError
+    return y
+
+
+def caught_by_itself(module, y):
+    with suppress(ValueError):
+        if y.shape[1] > 2:
+            raise ValueError
+    return y
+
+
+def caught_by_its_caller(module, y):
+    try:
+        return few_rows(module, y)
+    except ValueError:
+        return y * 2
+
+
+def few_rows(module, y):
+    if module.training and y.shape[0] > 3:
+        rows = y.shape[0]
+        raise ValueError(f"{rows} rows")
+    if not y.isfinite().all() or (y.shape[1] != 4):
+        raise ValueError
+    if y.dim() == 2:
+        return y * 2
+    raise ValueError
+
+
 class Silent(Two):
     def forward(self, x):
         with torch.no_grad():
@@ -250,6 +281,9 @@ def drawn_from_a_closure(generator):
     ("model", "split", "message"),
     [
         (Branching(), None, r"Branching is not an nn\.Sequential.*_fx\.py:\d+ .*control flow.*into a submodule"),
+        (Two(two_conditions), None, r"if y\.dim\(\) > 2 and .*control flow depends on a size or a value of a tensor"),
+        (Two(caught_by_itself), None, r"if y\.shape\[1\] > 2.*control flow.*outside of try and with"),
+        (Two(caught_by_its_caller), None, r"if module\.training and .*control flow.*outside of try and with"),
         (Silent(), None, r"inside torch\.no_grad"),
         (Two(silenced), None, r"inside torch\.no_grad"),
         (Two(lambda module, y: torch.as_tensor(y)), None, r"_fx\.py:\d+ .*torch\.as_tensor\(y\)"),
@@ -465,6 +499,7 @@ def with_other_data(module, y):
         matched,
         lambda module, y: reverse(y, 2.0) + Reversed.apply(y, 0.5),
         lambda module, y: ReversedLater.apply(y, 0.5) * ReversedLater.apply(torch.ones(4), 2.0),
+        few_rows,
         changed_through_a_view,
         changed_tensors_of_numbers,
         lambda module, y: y * module.kept["total"].copy_(y.detach().sum()),
@@ -644,6 +679,10 @@ def test_a_stage_checks_what_the_model_asserts():
     _, (stage, _) = partition_of(build(UNet), "middle")
     with pytest.raises(AssertionError, match=r"traceable\.py:\d+ failed"):
         stage(torch.zeros(1, 17, 4))
+    _, (first, second) = partition_of(Two(few_rows), "two")
+    for wrong in (torch.zeros(4, 4), torch.full((2, 4), torch.nan), torch.zeros(2, 1, 4)):
+        with pytest.raises(AssertionError, match=r"forward raises an error at .*test_partition_fx\.py:\d+"):
+            second(first(wrong))
 
 
 class Reshaping(Two):
