@@ -14,6 +14,7 @@ from small_engines import filled_engine, only_value, save
 
 import paramp
 from paramp.base.errors import CheckpointError
+from paramp.checkpoint.atomic_dir import remove
 from paramp.checkpoint.convert import export_weights, import_weights
 from paramp.checkpoint.open_checkpoint import OpenCheckpoint
 from paramp.checkpoint.safetensors_io import TensorFile
@@ -118,6 +119,10 @@ def test_the_order_of_a_save(disk, wait):
     ]
     assert {first, second, third} == {f"unlink saved.doomed/{name}" for name in files}
     assert (folder, lock) == ("rmdir saved.doomed", "unlink saved.partial-lock")
+    (disk / "saved" / "notes.txt").write_text("mine")  # so that the folder stays
+    with recording(disk) as recorder:
+        remove(disk / "saved")
+    assert lines(recorder.operations)[:2] == ["unlink saved/manifest.json", "sync saved"]
 
 
 @family

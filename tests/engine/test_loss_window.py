@@ -293,14 +293,17 @@ class First(nn.Linear):
         return super().forward(x @ self.shared if self.uses else x)
 
 
-@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"data": 2, "zero": 1}], ids=["pp2", "dp2"])
-@on_ranks(2)
+TIED_IN = {"pp2": {"pipeline": 2}, "dp2": {"data": 2, "zero": 1}, "pp2-dp2": {"pipeline": 2, "data": 2, "zero": 1}}
+
+
+@pytest.mark.parametrize("parallel", TIED_IN.values(), ids=TIED_IN)
+@on_ranks(lambda parallel: 4 if len(parallel) == 3 else 2)
 def test_a_tied_parameter_without_a_gradient_is_not_stepped(world, parallel):
-    """In turn it is used in both stages, in none, in the last and in the first only."""
+    """In turn it is used in both stages, in none, in the last and in the first only; the tied bias always."""
 
     def build():
         model = seeded(lambda: nn.Sequential(First(), First()))
-        model[1].shared = model[0].shared
+        model[1].shared, model[1].bias = model[0].shared, model[0].bias
         return model
 
     make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.5)
