@@ -54,8 +54,7 @@ class Kernel:
 
 def _rate(options: Options) -> float | torch.Tensor:
     """The learning rate as the kernels take it; a schedule may have set one of NumPy's."""
-    rate = options["lr"]
-    return rate if isinstance(rate, torch.Tensor) else float(rate)
+    return options["lr"] if isinstance(options["lr"], torch.Tensor) else float(options["lr"])
 
 
 def _adam(options: Options, step: torch.Tensor) -> Update:

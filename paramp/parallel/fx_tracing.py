@@ -426,7 +426,7 @@ class _OfParameters(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        makes_anew = func.__name__.startswith("new_") or func.__name__.endswith("_like")
+        makes_anew = func.__name__.startswith("new_") or func.__name__.rpartition("_")[2] == "like"
         known = self._given | self._computed.keys()
         if not makes_anew and any(id(one) in known for one in tree_leaves((args, kwargs))):
             changed = [args[0]] if func is torch.Tensor.__setitem__ else tree_leaves(returned)
