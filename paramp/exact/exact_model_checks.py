@@ -70,8 +70,7 @@ def check_buffers(stages: Mapping[int, nn.Module]) -> None:
     """Let each training forward of ``stages`` raise a ConfigError if it changes a buffer, or puts another in its place.
 
     Each data rank would change its buffers by its own samples, but for counts of tokens, which are those of all.
-    What the first forward changes may be a cache that it fills, so that it is not looked at. A cache of positions grows
-    later: another shape in the place of a buffer that is not persistent, or of None there, is no change.
+    What the first forward changes may be a cache that it fills, so that it is not looked at.
     """
     for stage in stages.values():
         run_within(stage, _ForwardCheck(stage))
@@ -95,16 +94,14 @@ class _ForwardCheck:
         yield
         after = self._state()
         for (prefix, child, name), old, new in zip(self._buffers, before, after, strict=True):
-            is_cache = (
-                name in child._non_persistent_buffers_set and new is not None and (old is None or old[2] != new[2])
-            )
-            if old != new and not is_cache:
+            if old != new:
                 raise ConfigError(
                     f"reproducible: the forward of {prefix!r}, a {type(child).__name__}, changes its buffer {name!r}, "
                     "which each data rank would change by its own samples; expected a forward that leaves buffers as "
-                    "they are: keep the value outside of the model, or change it between the steps"
+                    "they are: keep the value outside of the model, change it between the steps, or fill a cache for "
+                    "the longest sequence at once"
                 )
 
-    def _state(self) -> list[tuple[int, int, torch.Size] | None]:
+    def _state(self) -> list[tuple[int, int] | None]:
         buffers: list[torch.Tensor | None] = [child._buffers[name] for _, child, name in self._buffers]
-        return [None if buffer is None else (id(buffer), version(buffer), buffer.shape) for buffer in buffers]
+        return [None if buffer is None else (id(buffer), version(buffer)) for buffer in buffers]

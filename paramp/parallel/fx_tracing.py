@@ -13,7 +13,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -287,10 +287,12 @@ class _Tracer(ValueTracer):
         return run, [self.root, *inputs]
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, torch.Tensor) and a in self._of_parameters:
+        # torch.func's transforms compute unseen.
+        is_of_parameters = isinstance(a, torch.Tensor) and (a.requires_grad or a in self._of_parameters)
+        if is_of_parameters and not isinstance(a, nn.Parameter):
             raise fx.proxy.TraceError(
-                "it computes with parameters that it gets from parameters() or the like, which tracing does not "
-                "record; use attributes, such as self.up.weight, or compute it in a submodule"
+                "it computes with parameters or buffers that it gets from parameters(), buffers() or the like, which "
+                "tracing does not record; use attributes, such as self.up.weight, or compute it in a submodule"
             )
         # A graph takes no other mappings than dicts, and makes dataclasses of all their fields.
         if isinstance(a, nn.Module) or not (isinstance(a, Mapping) or dataclasses.is_dataclass(a)):
@@ -374,6 +376,7 @@ class _Tracer(ValueTracer):
     @contextmanager
     def recording_autograd_functions(self) -> Iterator[None]:
         """A context in which autograd functions are recorded: a trace of their forward would lose their backward."""
+        applied: Any = None
         has_grad = False
 
         def is_call(function: type, inputs: Sequence[Any]) -> bool:
@@ -383,12 +386,16 @@ class _Tracer(ValueTracer):
             return any(is_proxy) and not runs and not function.__module__.startswith("torch.")
 
         def attribute(function: Any, name: str) -> Any:
-            nonlocal has_grad
+            nonlocal applied, has_grad
             found = type.__getattribute__(function, name)
             if name == "_backward_cls":  # what apply asks for first; it turns gradients off for forward
-                has_grad = torch.is_grad_enabled()
+                applied, has_grad = function, torch.is_grad_enabled()
             if name not in ("forward", "setup_context"):
                 return found
+            if name == "forward":
+                if applied is not function:  # code of the model asks for it, to call it without apply
+                    return found
+                applied = None
             own_setup = type.__getattribute__(function, "setup_context")
             has_setup = own_setup is not NO_SETUP
 
@@ -415,24 +422,42 @@ class _OfParameters(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._given = {id(one) for one in (*model.parameters(), *model.buffers())}
-        self._computed: dict[int, torch.Tensor] = {}
+        given = (*model.parameters(), *model.buffers())
+        self._given = {id(one) for one in given}
+        self._known = set(map(_memory, given))
+        self._computed: list[torch.Tensor] = []
+        """Held, so that no other tensor gets their memory."""
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._computed
+        return id(tensor) not in self._given and _memory(tensor) in self._known
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        makes_anew = func.__name__.startswith("new_") or func.__name__.rpartition("_")[2] == "like"
-        known = self._given | self._computed.keys()
-        if not makes_anew and any(id(one) in known for one in tree_leaves((args, kwargs))):
+        name = func.__name__
+        if name.startswith("new_") or name.rpartition("_")[2] == "like":  # of their shape and dtype alone
+            return returned
+        read = tree_leaves(args[:1] if name in OF_KIND else (args, kwargs))
+        if any(isinstance(one, torch.Tensor) and _memory(one) in self._known for one in read):
             changed = [args[0]] if func is torch.Tensor.__setitem__ else tree_leaves(returned)
-            made = [one for one in changed if isinstance(one, torch.Tensor) and id(one) not in self._given]
-            self._computed |= {id(one): one for one in made}
+            made = [one for one in changed if isinstance(one, torch.Tensor)]
+            self._computed += made
+            self._known.update(map(_memory, made))
         return returned
+
+
+OF_KIND = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+"""Methods that take the shape, the dtype or the device alone of the second tensor."""
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What views of a tensor and its ``.data`` have in common."""
+    if tensor.layout is torch.strided and not tensor.is_meta and not nn.parameter.is_lazy(tensor):
+        with suppress(RuntimeError):  # those of torch.func's transforms have none
+            return storage_address(tensor)
+    return id(tensor)
 
 
 def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -64,31 +64,6 @@ def test_a_buffer_that_was_made_in_inference_mode_is_not_changed():
     assert all(layer(torch.ones(4)).requires_grad for _ in range(2))
 
 
-class Positions(nn.Linear):
-    """Makes a table of as many positions as ``x`` has."""
-
-    def forward(self, x):
-        self.table = torch.arange(len(x))
-        return super().forward(x) * self.table[:, None]
-
-
-@pytest.mark.parametrize(
-    ("persistent", "lengths", "is_refused"),
-    [(False, (2, 3, 1), False), (False, (2, None, 2), False), (False, (2, 2), True), (True, (2, 3), True)],
-)
-def test_a_table_of_positions_may_get_another_shape(persistent, lengths, is_refused):
-    layer = Positions(4, 4)
-    layer.register_buffer("table", None, persistent=persistent)
-    check_buffers({0: layer})
-    refused = pytest.raises(paramp.ConfigError, match=r"the forward of '', a Positions, changes its buffer 'table'")
-    with refused if is_refused else contextlib.nullcontext():
-        for length in lengths:
-            if length is None:
-                layer.table = None
-            else:
-                layer(torch.ones(length, 4))
-
-
 @pytest.mark.parametrize(
     ("style", "slices", "message"),
     [

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,6 +236,12 @@ def shifted_by_a_row(module, y):
     return y + table
 
 
+def shifted_through_a_view(module, y):
+    table = torch.zeros(4).clone()
+    table[:2].copy_(next(module.two.parameters()).data[0, :2])
+    return y + table
+
+
 def silenced(module, y):
     with torch.no_grad():
         kept = reverse(y, 2.0)
@@ -294,17 +301,19 @@ def drawn_from_a_closure(generator):
             r"it reads 'table' at test_partition_fx\.py:\d+, 'if self\.table .* does not keep for the next",
         ),
         (Two(changed_copy), None, r"it changes a tensor in place at test_.*'table \+= y\[0\]', which is a constant"),
-        (PenalizedInEvaluation(), None, "it computes with parameters that it gets from"),
+        (PenalizedInEvaluation(), None, "it computes with parameters or buffers that it gets from"),
         *(
-            (Two(between), None, "it computes with parameters that it gets from")
+            (Two(between), None, "it computes with parameters or buffers that it gets from")
             for between in (
                 scaled_without_gradients,
                 lambda module, y: y * next(module.two.parameters()).detach(),
                 lambda module, y: y * next(iter(module.state.buffers())).exp(),
                 shifted_by_a_row,
+                shifted_through_a_view,
+                lambda module, y: y + torch.func.vmap(lambda row: row * 2)(next(module.two.parameters()))[0],
             )
         ),
-        (Penalized(), None, r"square.*it computes with parameters that it gets from parameters\(\) or the like"),
+        (Penalized(), None, r"square.*it computes with parameters or buffers that it gets from parameters\(\)"),
         (Two(), ["tow"], r"got 'tow', expected one of .*did you mean 'two'"),
         (Two(), ["never"], "got 'never', which the forward of Two does not call"),
         (Two(), ["one"], "leaves the stage before it empty"),
@@ -498,6 +507,8 @@ def with_other_data(module, y):
         lambda module, y: y if isinstance(y, torch.fx.Proxy) or y.sum() < torch.inf else y * 2,
         matched,
         lambda module, y: reverse(y, 2.0) + Reversed.apply(y, 0.5),
+        lambda module, y: reverse(y, 2.0) + Reversed.forward(SimpleNamespace(), y, 0.5) * 3,
+        lambda module, y: y + torch.ones(4, dtype=torch.float64).to(next(module.parameters())),
         lambda module, y: ReversedLater.apply(y, 0.5) * ReversedLater.apply(torch.ones(4), 2.0),
         few_rows,
         changed_through_a_view,
