@@ -16,6 +16,7 @@ from torch import nn
 from ..base.collectives import first_difference_over_ranks
 from ..base.dtensor import local
 from ..base.errors import ConfigError, one_line
+from ..base.trees import tensors
 from ..precision.modes import Precision
 from ..precision.stochastic_rounding import round_state
 from .matrices.needs_whole_matrices import copies_weights, needs_whole_matrices
@@ -286,8 +287,10 @@ def _taken_over(key: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> A
 
     It is not where elements differ, as in a copy of a weight: replicas may have got the values of another rank since.
     """
-    if key == "step" or not isinstance(value, torch.Tensor):
+    if key == "step":
         return value
+    if not isinstance(value, torch.Tensor):
+        return NotImplemented if any(True for _ in tensors(value)) else value
     if value.is_meta:
         return NotImplemented
     if value.shape != old.shape:
