@@ -8,7 +8,6 @@ the notebook may have used CUDA before.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pickle
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError, LaunchError, one_line, require
+from ..base.installed_packages import check_installed
 from ..base.values_checked_by_type import is_integer
 from .first_failure import give_launcher, is_echo, is_lost_connection
 from .local_launcher import start_processes
@@ -54,8 +54,7 @@ def notebook(fn: Callable[..., Value], *args: Any, ranks: int) -> Value:
     """
     require(is_integer(ranks) and ranks >= 1, "ranks", ranks, "an integer of 1 or more")
     require(callable(fn), "fn", fn, "a function, which each rank calls")
-    if importlib.util.find_spec("cloudpickle") is None:
-        raise ConfigError('notebook: cloudpickle is not installed; run pip install "paramp[notebook]"')
+    check_installed("cloudpickle", "notebook", "notebook")
     with tempfile.TemporaryDirectory(prefix="paramp-notebook-") as name:
         folder = Path(name)
         _write(

@@ -1,49 +1,38 @@
 """Tracing of a model's forward as a graph, with ``torch.fx`` and additions to it.
 
-The additions are factories such as ``torch.arange`` of traced sizes, assertions about traced values, and errors for
-code that a graph would not repeat: what is computed of parameters alone, ``torch.no_grad()`` and the like, attributes
-that the forward sets (:mod:`paramp.parallel.attributes_of_trace`), and random numbers from other generators
+The additions are factories such as ``torch.arange`` of traced sizes (:mod:`paramp.parallel.functions_of_trace`),
+assertions about traced values (:mod:`paramp.parallel.branches_of_trace`), and errors for code that a graph would not
+repeat: what is computed of parameters alone, ``torch.no_grad()`` and the like, attributes that the forward sets
+(:mod:`paramp.parallel.attributes_of_trace`), and random numbers from other generators
 (:mod:`paramp.parallel.generators_of_trace`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from types import CodeType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from ..base.errors import ConfigError
 from ..base.module_surgery import named_tensors
-from ..base.replaced_in_torch import patched
 from ..base.torch_internals import take
 from ..base.trees import children, leaves, map_leaves, map_tensors, rebuilt, tensors
 from .attributes_of_trace import CONSTANT, OF_ALL, Attributes
 from .branches_of_trace import asserted, may_be_caught, required
+from .functions_of_trace import Functions, Place
 from .generators_of_trace import Generators
 from .materialize import outline
 from .partition import is_sequential
-from .traced_values import INSIDE, ValueTracer, answering, changes_of, line_of, users_frame
+from .traced_values import INSIDE, ValueTracer, changes_of, line_of, users_frame
 
 tree_leaves = take("torch.utils._pytree.tree_leaves")
-FUNCTION_META = type(torch.autograd.Function)
-"""Where ``apply``, also under a name that a file has given to it, looks up the ``forward`` that it calls."""
-NO_SETUP = torch.autograd.Function.setup_context
 storage_address: Callable[[torch.Tensor], int] = take("torch._C._storage_address")
 
-FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros")
-"""torch functions of numbers, which are patched to accept proxies."""
-RANDOM = ("normal", "rand", "randint", "randn", "randperm")
-"""The same, but always recorded, because they return different numbers in each call."""
 READS = "reads"
 """The key of the output node's ``meta`` for the attributes that code between modules reads of modules that are calls:
 their names, with the lines."""
@@ -51,8 +40,6 @@ IS_MADE = "is made"
 """The key of a node's ``meta`` that says that it gets a tensor which the trace has made of numbers."""
 TABLES = ("_parameters", "_buffers", "_modules")
 """The attributes with a module's tensors and submodules."""
-Place = tuple[CodeType | None, int]
-"""Some code, and the offset of an instruction in it."""
 Call = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """The arguments of a forward, positional and keyword, with ``...`` in place of each tensor in them."""
 
@@ -193,10 +180,7 @@ class _Tracer(ValueTracer):
         self._call = call
         self._generators = generators
         self._modes = _modes()
-        self._recorded = recorded
-        """The calls of factories that are in the graph."""
-        self._made: list[tuple[torch.Tensor, Place]] = []
-        """What the others have made."""
+        self._functions = Functions(self.create_proxy, recorded)
         self.attributes = Attributes()
         self.returned: Any = None
         """What the forward has returned."""
@@ -204,9 +188,7 @@ class _Tracer(ValueTracer):
         """What the last branch on a traced value has raised, which the forward may have caught."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
-        attributes, functions = self.attributes.following(root), self.recording_functions()
-        self._of_parameters = _OfParameters(root)
-        with attributes, functions, self.recording_autograd_functions(), self._of_parameters:
+        with self.attributes.following(root), self._functions.recorded(root):
             graph = super().trace(root, concrete_args)
         if self._refused is not None:
             raise self._refused
@@ -217,7 +199,7 @@ class _Tracer(ValueTracer):
 
         Nodes that get what such calls have made are marked by :data:`IS_MADE`.
         """
-        places = {storage_address(made): place for made, place in self._made if made.layout is torch.strided}
+        places = {storage_address(made): place for made, place in self._functions.made if made.layout is torch.strided}
         changed = set()
         for node in self.graph.nodes:
             if node.op == "get_attr" and str(node.target).startswith(CONSTANT):
@@ -288,7 +270,7 @@ class _Tracer(ValueTracer):
 
     def create_arg(self, a: Any) -> Any:
         # torch.func's transforms compute unseen.
-        is_of_parameters = isinstance(a, torch.Tensor) and (a.requires_grad or a in self._of_parameters)
+        is_of_parameters = isinstance(a, torch.Tensor) and (a.requires_grad or self._functions.is_of_parameters(a))
         if is_of_parameters and not isinstance(a, nn.Parameter):
             raise fx.proxy.TraceError(
                 "it computes with parameters or buffers that it gets from parameters(), buffers() or the like, which "
@@ -341,127 +323,6 @@ class _Tracer(ValueTracer):
             raise self._refused
         self.create_proxy("call_function", _require, (obj, must, message), {})
         return must
-
-    @contextmanager
-    def recording_functions(self) -> Iterator[None]:
-        """A context in which functions such as ``torch.arange`` accept proxies instead of numbers.
-
-        They are patched, as a ``TorchFunctionMode`` does not see calls such as ``torch.empty(proxy, 3)``. Attention is
-        recorded by its name, because ``parallel.context`` replaces it while an engine computes.
-        """
-        originals = {name: getattr(torch, name) for name in (*FACTORIES, *RANDOM)}
-
-        def recording(name: str) -> Callable[..., Any]:
-            def function(*args: Any, **kwargs: Any) -> Any:
-                frame = users_frame()
-                place = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
-                is_recorded = name in RANDOM or place in self._recorded
-                if is_recorded or any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
-                    return self.create_proxy("call_function", originals[name], args, kwargs)
-                made = originals[name](*args, **kwargs)
-                self._made.append((made, place))
-                return made
-
-            return function
-
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            return self.create_proxy("call_function", _attention, args, kwargs)
-
-        with answering(), ExitStack() as stack:
-            for name in originals:
-                stack.enter_context(patched(torch, name, recording(name)))
-            stack.enter_context(patched(F, "scaled_dot_product_attention", attention))
-            yield
-
-    @contextmanager
-    def recording_autograd_functions(self) -> Iterator[None]:
-        """A context in which autograd functions are recorded: a trace of their forward would lose their backward."""
-        applied: Any = None
-        has_grad = False
-
-        def is_call(function: type, inputs: Sequence[Any]) -> bool:
-            # torch's own, such as that of checkpoint, trace what they run; so do others that get a function.
-            is_proxy = [isinstance(one, fx.Proxy) for one in inputs]
-            runs = any(callable(one) for one, is_one in zip(inputs, is_proxy, strict=True) if not is_one)
-            return any(is_proxy) and not runs and not function.__module__.startswith("torch.")
-
-        def attribute(function: Any, name: str) -> Any:
-            nonlocal applied, has_grad
-            found = type.__getattribute__(function, name)
-            if name == "_backward_cls":  # what apply asks for first; it turns gradients off for forward
-                applied, has_grad = function, torch.is_grad_enabled()
-            if name not in ("forward", "setup_context"):
-                return found
-            if name == "forward":
-                if applied is not function:  # code of the model asks for it, to call it without apply
-                    return found
-                applied = None
-            own_setup = type.__getattribute__(function, "setup_context")
-            has_setup = own_setup is not NO_SETUP
-
-            @functools.wraps(found)
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                inputs = args if has_setup else args[1:]
-                if is_call(function, inputs):
-                    with torch.set_grad_enabled(has_grad):
-                        return self.create_proxy("call_function", function.apply, inputs, kwargs)
-                return found(*args, **kwargs)
-
-            def setup(context: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                if not is_call(function, inputs):
-                    own_setup(context, inputs, output)
-
-            return forward if name == "forward" else setup if has_setup else found
-
-        with patched(FUNCTION_META, "__getattribute__", attribute):
-            yield
-
-
-class _OfParameters(TorchFunctionMode):
-    """Knows what the forward computes of the model's parameters and buffers alone: constants of the graph otherwise."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        given = (*model.parameters(), *model.buffers())
-        self._given = {id(one) for one in given}
-        self._known = set(map(_memory, given))
-        self._computed: list[torch.Tensor] = []
-        """Held, so that no other tensor gets their memory."""
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) not in self._given and _memory(tensor) in self._known
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
-        name = func.__name__
-        if name.startswith("new_") or name.rpartition("_")[2] == "like":  # of their shape and dtype alone
-            return returned
-        read = tree_leaves(args[:1] if name in OF_KIND else (args, kwargs))
-        if any(isinstance(one, torch.Tensor) and _memory(one) in self._known for one in read):
-            changed = [args[0]] if func is torch.Tensor.__setitem__ else tree_leaves(returned)
-            made = [one for one in changed if isinstance(one, torch.Tensor)]
-            self._computed += made
-            self._known.update(map(_memory, made))
-        return returned
-
-
-OF_KIND = ("to", "type_as", "expand_as", "view_as", "reshape_as")
-"""Methods that take the shape, the dtype or the device alone of the second tensor."""
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """What views of a tensor and its ``.data`` have in common."""
-    if tensor.layout is torch.strided and not tensor.is_meta and not nn.parameter.is_lazy(tensor):
-        with suppress(RuntimeError):  # those of torch.func's transforms have none
-            return storage_address(tensor)
-    return id(tensor)
-
-
-def _attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _require(condition: object, must: bool, message: str) -> None:

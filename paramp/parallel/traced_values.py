@@ -35,7 +35,7 @@ QUESTIONS = "questions"
 TREES = inspect.getfile(take("torch.utils._pytree.tree_map_only"))
 ASK_FOR_OTHERS = (__file__, dataclasses.__file__, functools.__file__, torch.__file__, TREES)
 """Files of functions such as ``torch.is_tensor``, which ask for the class because their caller does."""
-TRACING = ("attributes_of_trace", "fx_tracing", "traced_values")
+TRACING = ("attributes_of_trace", "functions_of_trace", "fx_tracing", "traced_values")
 """The files of this package that run between the code of a forward and torch's tracer."""
 INSIDE = (torch.__path__[0], *(str(Path(__file__).with_name(f"{name}.py")) for name in TRACING))
 """Where the lines are not that errors name."""

@@ -112,15 +112,12 @@ def states_of_gathered(unit: Any) -> dict[Any, tuple[int, int]]:
 
 def replaced(unit: Any) -> list[Any]:
     """torch's records of ``unit`` whose module has another parameter than the gathered one and its shard."""
-    records = [
-        (one, one._module_info.module._parameters.get(one._module_info.param_name))
-        for group in groups(unit)
-        for one in group.fsdp_params
-    ]
     return [
         one
-        for one, now in records
-        if now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None)
+        for group in groups(unit)
+        for one in group.fsdp_params
+        if (now := one._module_info.module._parameters.get(one._module_info.param_name)) is not one.sharded_param
+        and now is not getattr(one, "_unsharded_param", None)
     ]
 
 
